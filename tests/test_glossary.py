@@ -15,7 +15,6 @@ ROOMS = (
     "ops",
     "exchange",
     "rows",
-    "rows/routes",
     "sharding",
     "storage",
     "batches",
@@ -23,7 +22,7 @@ ROOMS = (
     "train_pipeline",
 )
 _SUFFIX = re.compile(r"[a-z0-9]_(?=[A-Z])([A-Z]+)\d?$|[a-z0-9]_([hmnt])D?\d?$")
-_ROW = re.compile(r"^\| ([A-Za-z]) \| (.+) \|$", re.MULTILINE)
+_ROW = re.compile(r"^- ([A-Za-z]): (.+)$", re.MULTILINE)
 _FEWEST_NAMES, _FEWEST_LEGENDS = 100, 8
 
 

@@ -22,7 +22,7 @@ from tests.rows.worlds import (
     whole_tables,
 )
 from torchrec_picasso.ops.ids import PackedTable
-from torchrec_picasso.ops.request_order import first_use_chunks
+from torchrec_picasso.ops.row_order import first_use_chunks
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_ids import BatchIds
@@ -235,11 +235,11 @@ def _of_parts(rows_W: Sequence[BatchRows], gradients: Sequence[BatchGradients]) 
             pooled.append(pool_rows(matrix, None, index))
             grads_K.append([gradient_of_rows(torch.ones_like(pooled[-1]), None, index)])
         name = f"part {part}"
-        lines[f"{name}: place of each lookup in the matrix"] = _each(
+        lines[f"{name}: position of each lookup in the matrix"] = _each(
             given, lambda of: _join(of.pooling_M[0].part.index.row_of_lookup_N)
         )
         lines[f"{name}: pooled (user / item)"] = _each(pooled, lambda p: _join(*p[:, :1]))
-        lines[f"{name}: place of each gradient in request order"] = _each(
+        lines[f"{name}: position of each gradient in request order"] = _each(
             given, lambda of: _join(of.pooling_M[0].part.gradient_position_U)
         )
     for part in reversed(range(NUM_PARTS)):

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torchrec_picasso.placement import HotColdParams
     from torchrec_picasso.planner.planner import hot_cold_planner
     from torchrec_picasso.refresh.policy import Refresh
-    from torchrec_picasso.sharding.hot_row_refresher import HotRowRefresher
     from torchrec_picasso.sharding.plain_state import export_plain
+    from torchrec_picasso.sharding.sharded_module import HotRowRefresher
     from torchrec_picasso.sharding.sharder import (
         HotColdEmbeddingBagCollectionSharder,
         HotColdEmbeddingCollectionSharder,
@@ -46,7 +46,7 @@ MODULES = {
     "HotColdEmbeddingCollectionSharder": "sharding.sharder",
     "HotColdFeatureProcessedEmbeddingBagCollectionSharder": "sharding.sharder",
     "HotColdParams": "placement",
-    "HotRowRefresher": "sharding.hot_row_refresher",
+    "HotRowRefresher": "sharding.sharded_module",
     "InputError": "errors",
     "InterleavedTrainPipeline": "train_pipeline.interleaved",
     "PeerError": "errors",

@@ -24,7 +24,7 @@ __all__ = ["SHARDING_TYPE_OF", "Form", "HotColdParams", "owner_pooled_waves", "p
 Form = Literal["rows", "bags"]
 """Exchange of a table: ``"rows"`` = row-exchanged, distinct rows are sent and pooled on the rank of
 the batch; ``"bags"`` = owner-pooled, the home rank of the table sends one vector per bag. The name
-of a route (``rows/routes``)."""
+of a route (``rows/route.py``)."""
 
 SHARDING_TYPE_OF: Mapping[str, str] = {
     "rows": ShardingType.ROW_WISE.value,

@@ -104,7 +104,7 @@ class Tables:
                 rows += int(cold_KW.sum() - cold_KW[:, rank].sum())
                 sent_WX = request.words.to_send(self._world_size)
                 header_bytes += _num_bytes(sent_WX) - _num_bytes(sent_WX[rank])
-                touched_H |= route.located.touched_H
+                touched_H |= route.located.is_used_H
         id_bytes = self._group.routes[0].space.home_row_dtype.itemsize
         row_bytes = _FLOAT_BYTES * self._dim
         hot_rows = int(touched_H.sum())

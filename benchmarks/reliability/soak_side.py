@@ -27,9 +27,9 @@ from torchrec_picasso.app.config import CheckpointConfig
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.runs.exchange_step import local_tensors
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.rows.replica_check import check_replicas
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
+from torchrec_picasso.train_pipeline.hot_sets import check_replicas
 
 REFRESH = Refresh(every_steps=20, half_life_steps=20, deviations=1.0)
 OPTIMIZER = "rowwise_adagrad"

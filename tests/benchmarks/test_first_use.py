@@ -27,7 +27,7 @@ from torchrec_picasso.app.zoo.data.clicks import Clicks, history_of
 from torchrec_picasso.app.zoo.data.history import History
 from torchrec_picasso.batches.split import micro_batch_sizes, split_batch
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.exchange.meter import WireMeter
+from torchrec_picasso.exchange.tally import WireMeter
 
 DIM, BATCH_SIZE, WORLD_SIZE, NUM_STEPS = 8, 20, 2, 2
 NUM_MICRO_BATCHES = (1, 4)

@@ -67,6 +67,19 @@ def test_of_two_micro_batches_only_the_first_chunk_is_exposed() -> None:
     assert step_price(Setting(2, lookahead=True), times).step_ms == pytest.approx(expected)
 
 
+def test_depth_first_the_wire_never_waits_for_a_second_forward() -> None:
+    # Rows of both parts (4 each) travel in 8, their gradients in 8 more. Depth first, part 0 ends
+    # (4 + 3 = 7) before the rows of part 1 arrive (8), and part 1 ends (11) before the gradients of
+    # part 0 have arrived (12). Otherwise the wire waits for backward of part 1 (8 + 1 + 2).
+    times: Times = {}
+    for part in (0, 1):
+        times["fetch_dirty", part] = times["send_gradients", part] = send(4)
+        times["forward", part], times["backward", part] = compute(1), compute(2)
+    setting = Setting(2, lookahead=True)
+    assert step_price(setting, times, shares_rows=False).step_ms == pytest.approx(16)
+    assert step_price(setting, times).step_ms == pytest.approx(19)
+
+
 def test_a_wave_is_updated_while_the_other_is_on_the_wire() -> None:
     # after backward: gradients until 4 and 8; updates from 4 to 10 and on to 16; dirty rows of the
     # first wave from 10 to 14, of the second from 16 to 20. In one wave: 8 + 12 + 8

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.exchange.all_to_all import start_all_to_all
-from torchrec_picasso.exchange.gloo import let_training_go_first
+from torchrec_picasso.exchange.all_to_all import let_training_go_first, start_all_to_all
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are told apart on Linux")
 

@@ -29,9 +29,8 @@ from torchrec_picasso._torchrec import (
     EmbOptimType,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
-from torchrec_picasso.ops.hot_slots import HotSlots
-from torchrec_picasso.ops.ids import IdSpace, PackedTable
-from torchrec_picasso.ops.request_order import locate_rows
+from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable
+from torchrec_picasso.ops.row_order import locate_rows
 from torchrec_picasso.ops.segment_reduction import (
     PoolingIndex,
     gradient_of_rows,
@@ -64,7 +63,7 @@ def test_partition_is_the_same_as_on_cpu() -> None:
         packed_N, num_outside = space.pack_ids(rows_N.to(device), lookups_F.to(device))
         assert num_outside == 0
         located = locate_rows(unique_rows(packed_N).ids_U, space, hot)
-        parts.append((located.target_U.cpu(), located.counts_PQ.cpu(), located.touched_H.cpu()))
+        parts.append((located.target_U.cpu(), located.counts_PQ.cpu(), located.is_used_H.cpu()))
     torch.testing.assert_close(parts[1], parts[0], rtol=0, atol=0)
 
 

@@ -23,12 +23,12 @@ from tests.rows.worlds import (
     whole_tables,
 )
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
-from torchrec_picasso.rows import routes
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import BatchRows
+from torchrec_picasso.rows.group import ROUTES
 from torchrec_picasso.rows.request import RowRequest
-from torchrec_picasso.rows.routes.rows import RowRoute
+from torchrec_picasso.rows.row_route import RowRoute
 
 PROPERTY = settings(max_examples=8, deadline=None, derandomize=True, database=None)
 NUM_STEPS = 2
@@ -195,7 +195,7 @@ class _OtherRoute(RowRoute):
 def test_a_further_route_is_one_registration(
     lookahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(routes.ROUTES, "other", _OtherRoute)
+    monkeypatch.setitem(ROUTES, "other", _OtherRoute)
     first, second, *others = TABLES[2]
     tables = [replace(t, route="other", pack=pack) for pack, t in enumerate(others)]
     world = make_world(2, [first, second, *tables])

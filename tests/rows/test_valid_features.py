@@ -105,13 +105,13 @@ def test_on_a_device_the_header_tells_what_a_reorder_hides(change: int) -> None:
                 lengths=on_device(lengths if rank == 0 else given.lengths()),
                 stride=2,
             )
-            sound = valid_features(of_rank)
+            validated = valid_features(of_rank)
             assert device.syncs == []
-            ordered = sound.permute(ORDER, on_device(torch.tensor(ORDER, dtype=torch.int32)))
+            ordered = validated.permute(ORDER, on_device(torch.tensor(ORDER, dtype=torch.int32)))
             assert length_error(ordered) is None  # what nobody would see any more
             assert device.syncs, "a look at lengths is a wait"
             device.syncs.clear()
-            batch = BatchIds.read([ordered], group, sound=[sound])
+            batch = BatchIds.read([ordered], group, validated=[validated])
             assert device.syncs == ["nonzero"]  # how many rows are unique
             requests.append(RowRequest(group, batch))
     at_fault, other = requests

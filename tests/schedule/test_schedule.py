@@ -40,6 +40,37 @@ def test_training_schedules_are_legal(num_micro_batches: int, lookahead: bool) -
         assert kinds.index("fetch_clean") < kinds.index("update")
 
 
+@pytest.mark.parametrize("num_waves", [1, 2])
+def test_of_two_that_share_no_rows_the_first_sends_gradients_before_the_second_runs(
+    num_waves: int,
+) -> None:
+    setting = Setting(2, lookahead=True)
+    schedule = training_schedule(setting, num_waves=num_waves, shares_rows=False)
+    ran = ("forward", "send_ids", "backward", "send_gradients")
+    order = [(op.kind, op.index, op.wave) for op in schedule if op.kind in ran]
+    waves = range(num_waves) if num_waves > 1 else [None]
+    assert order == [
+        ("forward", 0, None),
+        ("backward", 0, None),
+        ("send_ids", None, None),
+        *(("send_gradients", 0, wave) for wave in waves),
+        ("forward", 1, None),
+        ("backward", 1, None),
+        *(("send_gradients", 1, wave) for wave in waves),
+    ]
+    fetched = [(op.index, op.wave) for op in schedule if op.kind == "fetch_dirty"]
+    assert fetched == [(index, wave) for index in (0, 1) for wave in waves]
+    for number in (1, 3, 4):  # only two run depth first
+        setting = Setting(number, lookahead=True)
+        assert training_schedule(setting, shares_rows=False).ops == training_schedule(setting).ops
+
+
+def test_micro_batches_that_share_rows_never_run_depth_first() -> None:
+    ops = training_schedule(Setting(2, lookahead=True), shares_rows=False).ops
+    with pytest.raises(PlanError, match="runs backward 0 before backward 1, which it needs"):
+        Schedule(ops).check()
+
+
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_evaluation_has_no_backward(num_micro_batches: int, lookahead: bool) -> None:

@@ -19,7 +19,7 @@ from tests.train_pipeline.stream_races import RaceDetector
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.ops import order, streams
 from torchrec_picasso.ops.streams import WriteOrder
-from torchrec_picasso.storage.row_buffers import RowBuffers
+from torchrec_picasso.rows.group import RowBuffers
 from torchrec_picasso.storage.row_storage import RowStorage
 
 JOBS = {

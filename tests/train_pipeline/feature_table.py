@@ -6,58 +6,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.proof.proved_models import table
 from tests.sharding.jobs import assert_same_results
 from tests.train_pipeline.feature_cells import Feature, Outcome, run_cell
+from tests.train_pipeline.feature_page import PIPELINES, Key, page_of
 from tests.train_pipeline.features import FEATURES
 from tests.train_pipeline.surface import SURFACE, Entry, idle_streams
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
-KINDS = {"bags": "EmbeddingBagCollection", "sequences": "EmbeddingCollection"}
-PIPELINES = ("SparseDist", "Interleaved")
 NUM_RANKS = 2
-
-Key = tuple[str, str]
-"""Name of a feature and kind of collection."""
-
-HEAD = """\
-# What works
-
-`python -m tests.train_pipeline.feature_table` makes this page from runs, and
-`tests/train_pipeline/test_feature_table.py` fails if a run differs. A run is a model on 2 CPU
-ranks, trained for 3 steps and evaluated, beside stock TorchRec from the same weights on the same
-batches.
-
-- **works**: predictions, weights, optimizer state and dense weights equal TorchRec's up to
-  rounding. *Beside an unsharded model*: they equal that model's, since FBGEMM has no CPU kernel.
-- **refused**: an error of this package, on all ranks. What is refused in training is not evaluated.
-- **stock path**: equal, but computed once per batch without interleaving.
-- **fails**: TorchRec's own run on the CPU ends in the same error.
-
-A cell is for training and evaluation; numbers refer to the [notes](#notes). *SparseDist* is
-`TrainPipelineSparseDist` over hot/cold tables, *Interleaved* is `InterleavedTrainPipeline` with 3
-micro-batches, with 1 where 3 are refused, unless the line says otherwise.
-"""
-
-
-SURFACE_HEAD = """\
-## Other parts of TorchRec
-
-Pipelines, wrappers, modules, kernels and flags, with TorchRec's tables and with hot/cold tables.
-*Planned*: the table is named in `hot_rows` of `hot_cold_planner`. *Placed*: it has `HotColdParams`
-in a plan made by hand. *Idle streams*: the pipeline needs a GPU's streams and ran with streams that
-do nothing."""
-
-WORKS_IN_ALL = "Works in all columns: "
-"""Begins the list of lines whose cells all say so."""
 
 REFUSALS = ("CompatError: ", "PlanError: ", "ConfigError: ", "InputError: ")
 """How an error of this package begins."""
@@ -247,55 +211,6 @@ def run_all() -> tuple[dict[Key, dict[tuple[str, str], str]], dict[str, tuple[st
         for entry in SURFACE
     }
     return cells, entries
-
-
-def page_of(
-    cells: Mapping[Key, Mapping[tuple[str, str], str]], surface: Mapping[str, tuple[str, str]]
-) -> str:
-    """The page: a section for each kind of collection and one of the surface."""
-    parts, notes = [HEAD, table() + "\n"], dict[str, int]()
-    for kind, title in KINDS.items():
-        lines = {
-            name: [(by[pipeline, "train"], by[pipeline, "eval"]) for pipeline in PIPELINES]
-            for (name, of_kind), by in cells.items()
-            if of_kind == kind
-        }
-        parts.append(f"## {title}\n\n{_section(PIPELINES, lines, notes)}")
-    lines = {name: [(text,) for text in texts] for name, texts in surface.items()}
-    columns = ("TorchRec's tables", "hot/cold tables")
-    parts.append(f"{SURFACE_HEAD}\n\n{_section(columns, lines, notes)}")
-    numbered = "".join(f"{number}. {note}\n" for note, number in notes.items())
-    parts.append(f"## Notes\n\n{numbered}")
-    return "\n".join(parts)
-
-
-def _section(
-    columns: Sequence[str], lines: Mapping[str, Sequence[tuple[str, ...]]], notes: dict[str, int]
-) -> str:
-    """A list of what works in all columns, and a table of the rest; adds the notes of its cells.
-
-    A cell is one text for training and evaluation, or a text for each if they differ.
-    """
-    works = [
-        name for name, cells in lines.items() if {text for c in cells for text in c} == {"works"}
-    ]
-    rows = [("feature", *columns), ("---",) * (1 + len(columns))]
-    rows += [
-        (name, *("; evaluation: ".join(_short(t, notes) for t in dict.fromkeys(c)) for c in cells))
-        for name, cells in lines.items()
-        if name not in works
-    ]
-    text = [f"{WORKS_IN_ALL}{'; '.join(works)}.", ""] if works else []
-    text += [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(text) + "\n"
-
-
-def _short(text: str, notes: dict[str, Any]) -> str:
-    for word in ("refused", "stock path", "fails", "works"):
-        head, found, rest = text.partition(": " if word != "works" else "; ")
-        if head == word and found:
-            return f"{word} ({notes.setdefault(rest, len(notes) + 1)})"
-    return text
 
 
 if __name__ == "__main__":

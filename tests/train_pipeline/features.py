@@ -304,7 +304,7 @@ FEATURES: Sequence[Feature] = (
     ),
     *(
         Feature(
-            f"{name}, beside an unsharded model",
+            f"{name} (unsharded)",
             optimizer=optimizer,
             optimizer_kwargs={"lr": 0.1, "eps": 1e-2, "weight_decay": 0.1},
             witness=partial(run_unsharded, formula),

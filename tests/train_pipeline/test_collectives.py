@@ -12,8 +12,11 @@ import dataclasses
 import itertools
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from tests.sharding.jobs import Job, Table, build, make_batch
 from tests.sharding.sequence_jobs import (
@@ -23,7 +26,9 @@ from tests.sharding.sequence_jobs import (
 )
 from tests.support.wire import MessageRecorder, all_to_alls
 from tests.train_pipeline.drivers import Driver, make_driver
+from tests.train_pipeline.runs import run_to_the_end
 from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.rows.batch_gradients import BatchGradients
 
 PER_STEP: dict[Driver, dict[str, int]] = {
     None: {"all_to_all": 4, "all_reduce": 3},
@@ -88,6 +93,62 @@ def _counted() -> list[dict[Any, list[dict[str, float]]]]:
 def test_collectives_do_not_grow_with_tables(num_tables: int, driver: Driver) -> None:
     for rank in _counted():
         assert rank[num_tables, driver] == [PER_STEP[driver]] * NUM_COUNTED
+
+
+def _count_bags(rank: int, world_size: int, job: Job) -> dict[str, float]:
+    pipeline = make_driver((2, True), build(job, rank, world_size))
+    batches = (make_batch(job, rank, step) for step in itertools.count())
+    for _ in range(NUM_WARM):
+        pipeline.progress(batches)
+    return _kinds_of_one_step(pipeline, batches, world_size)
+
+
+def test_two_micro_batches_of_bags_exchange_by_wave() -> None:
+    """A header and ids; bags and their gradients for two chunks of three waves, one a dim."""
+    job = dataclasses.replace(_job(NUM_TABLES[1]), placement={"*": "bags"})
+    for rank in run_ranks(_count_bags, WORLD_SIZE, job, timeout_s=100):
+        assert rank["all_to_all"] == 2 + 2 * 2 * 3
+
+
+def _order_of_bags(rank: int, world_size: int) -> list[str]:
+    job = dataclasses.replace(
+        _job(NUM_TABLES[0]), placement={"t0": "bags", "t1": "table_wise"}, batch_sizes=(16, 3)
+    )
+    model = build(job, rank, world_size)
+    pipeline = make_driver((2, True), model)
+    order: list[str] = []
+
+    def reduce(state: Any, bucket: Any) -> Any:
+        order.append("dense gradients")
+        return allreduce_hook(state, bucket)
+
+    reduce.__annotations__ = allreduce_hook.__annotations__  # torch looks at them
+    model._dmp_wrapped_module.register_comm_hook(dist.group.WORLD, reduce)
+    send, all_to_all = BatchGradients.send, dist.all_to_all_single
+
+    def send_noted(self: BatchGradients, chunk: int, wave: int | None = None) -> None:
+        order.append(f"gradients of chunk {chunk}")
+        send(self, chunk, wave)
+
+    def all_to_all_noted(*args: Any, **kwargs: Any) -> Any:
+        order.append("stock tables")
+        return all_to_all(*args, **kwargs)
+
+    batches = iter([make_batch(job, rank, step) for step in range(4)])
+    with (
+        mock.patch.object(BatchGradients, "send", send_noted),
+        mock.patch.object(dist, "all_to_all_single", all_to_all_noted),
+    ):
+        run_to_the_end(pipeline, batches)
+    return order
+
+
+def test_a_rank_with_one_micro_batch_starts_collectives_in_the_same_order() -> None:
+    """Three samples are not cut; the other rank's micro-batches run depth first."""
+    one, other = run_ranks(_order_of_bags, WORLD_SIZE, timeout_s=100)
+    assert one == other
+    assert {"dense gradients", "stock tables", "gradients of chunk 1"} <= set(one)
+    assert "gradients of chunk 0, dense gradients" in ", ".join(one), one
 
 
 def _count_two_modules(rank: int, world_size: int) -> dict[Driver, dict[str, float]]:

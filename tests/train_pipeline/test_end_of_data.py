@@ -23,13 +23,14 @@ from tests.train_pipeline.runs import (
     run_to_the_end,
 )
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.exchange.meter import WireMeter
+from torchrec_picasso.exchange.tally import WireMeter
 
 JOBS = {
     "hot_cold": Job(placement={"*": 2, "one_row": 1}, tables=ODD),
     "waves": Job(placement={"*": 2, "one_row": 1}, tables=ODD, waves={"a": 1, "b": 1}),
     "mixed": Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN),
     "stock": Job(placement={"*": "table_wise"}, tables=PLAIN),
+    "bags": Job(placement={"*": "bags", "b": "table_wise"}, tables=PLAIN),
     "mean": Job(placement={"*": 2}, tables=PLAIN),
     "stock_mean": Job(placement={"*": 2, "c": "row_wise"}, tables=PLAIN),
 }
@@ -48,6 +49,7 @@ CASES = [
     ]
     for num_micro_batches in (1, 4)
 ]
+CASES += [("bags", counts, 2) for counts in ((2, 5), (3, 0))]  # depth first
 """Job, batches of each rank and micro-batches; a rank that has no batch is told by the others what
 an empty one is."""
 

@@ -1,9 +1,9 @@
 """Interleaved training against the plain loop: losses, weights, state; K 1, 2, 4; 2 and 3 ranks.
 
-Of what ``test_against_stock.py`` leaves out: waves, stock tables beside, other precisions on the
-wire, replicas in a table of their own; and of what is the same to the bit. The plain loop's own
-equality with stock TorchRec is ``tests/sharding/test_exactness.py``. Micro-batches sum gradients in
-another order, hence the tolerance; looking ahead changes no bit.
+Of what ``test_against_stock.py`` leaves out: waves, bags depth first, stock tables beside, other
+precisions on the wire, replicas in a table of their own; and of what is the same to the bit. The
+plain loop's own equality with stock TorchRec is ``tests/sharding/test_exactness.py``. Micro-batches
+sum gradients in another order, hence the tolerance; looking ahead changes no bit.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ JOBS = {
         weighted=True,
         batch_sizes=(16, 9, 0),
         num_steps=5,
+    ),
+    "bags": Job(  # two micro-batches run depth first, in three waves
+        placement={"*": "bags"}, tables=ODD, weighted=True, batch_sizes=(16, 9, 0), num_steps=5
     ),
     "waves_half_wire": Job(
         placement={"*": 2}, tables=ODD[:2], waves={"b": 1}, wire="fp16", num_steps=5

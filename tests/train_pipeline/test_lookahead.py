@@ -9,7 +9,7 @@ from torchrec.datasets.utils import Batch
 from tests.sharding.jobs import Job, Table, build
 from tests.train_pipeline.runs import pipeline_of
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.ops.fetch_order import CLEAN
+from torchrec_picasso.ops.row_order import CLEAN
 
 JOB = Job(placement={"*": 0}, tables=(Table("a", 8, 1000, ("f0",)),))
 IDS = (  # by step, by rank; homes are 0..499 and 500..999

@@ -53,10 +53,9 @@ def micro_batch_sizes(num_samples: int, num_micro_batches: int) -> list[int]:
 
     The first of several micro-batches is small: its gradients travel last, and no compute is left
     to overlap with. The others are three times as large, and differ by one sample at most: the
-    shares are 0.1, 0.3, 0.3, 0.3 for K=4. Of two, the first is the larger, 0.6: the link is idle
-    from the arrival of the second one's rows until its gradients are sent. No micro-batch has one
-    sample, because models squeeze a dim of one sample away: if there are not two for each, the
-    first micro-batch has all samples and the others are empty.
+    shares are 0.1, 0.3, 0.3, 0.3 for K=4. Two are equal: one is on the link while the
+    other computes. No micro-batch has one sample, because models squeeze a dim of one sample away:
+    if there are not two for each, the first micro-batch has all samples and the others are empty.
     """
     if num_samples < 0 or num_micro_batches < 1:
         raise InputError(
@@ -66,7 +65,7 @@ def micro_batch_sizes(num_samples: int, num_micro_batches: int) -> list[int]:
     num_others = num_micro_batches - 1
     if num_others == 0 or num_samples < FEWEST_SAMPLES * num_micro_batches:
         return [num_samples, *[0] * num_others]
-    first_share = 0.6 if num_micro_batches == 2 else 1 / (3 * num_micro_batches - 2)
+    first_share = 0.5 if num_micro_batches == 2 else 1 / (3 * num_micro_batches - 2)
     first = max(round(first_share * num_samples), FEWEST_SAMPLES)
     # remaining samples are dealt one by one to the first of the others
     each, left_over = divmod(num_samples - first, num_others)

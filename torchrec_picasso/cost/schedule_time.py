@@ -15,7 +15,7 @@ from functools import cache
 
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.schedule.kinds import KINDS, Op
-from torchrec_picasso.schedule.schedule import Setting, training_schedule
+from torchrec_picasso.schedule.schedule import Schedule, Setting, training_schedule
 
 __all__ = ["Message", "OpTime", "StepPrice", "step_price"]
 
@@ -80,11 +80,14 @@ def step_price(
     setting: Setting,
     times: Mapping[tuple[str, int | None], OpTime],
     shares_of_waves: tuple[float, ...] = (1.0,),
+    *,
+    shares_rows: bool = True,
 ) -> StepPrice:
     """Simulates steps of the training schedule.
 
     ``times`` has durations by kind and index, over all waves; missing operations take no time.
     ``shares_of_waves`` has the share of the work and of the bytes in each wave of packs.
+    ``shares_rows`` is that of :func:`.training_schedule`.
 
     Raises:
         PlanError: If an operation that does not send has a message.
@@ -93,9 +96,9 @@ def step_price(
         if time.message is not None and not KINDS[kind].sends:
             raise PlanError(f"{kind} was given a message, but it does not send")
     machine, num_waves = _Machine(), len(shares_of_waves)
-    schedule = training_schedule(setting, num_waves=num_waves)
+    schedule = training_schedule(setting, num_waves=num_waves, shares_rows=shares_rows)
     timed = []
-    for op, slots in zip(schedule, _awaited(setting, num_waves)):
+    for op, slots in zip(schedule, _awaited(schedule)):
         time = times.get((op.kind, op.index), OpTime())
         timed.append((op, time if op.wave is None else time.part(shares_of_waves[op.wave]), slots))
     arrival_ms: dict[tuple[_Slot, int], float] = {}  # of each message of each batch
@@ -167,10 +170,9 @@ class _Machine:
 
 
 @cache
-def _awaited(setting: Setting, num_waves: int) -> list[tuple[_Slot, ...]]:
+def _awaited(schedule: Schedule) -> list[tuple[_Slot, ...]]:
     """Lists the messages that each operation of a training step waits for."""
-    ops = training_schedule(setting, num_waves=num_waves).ops
-    return [_awaited_by(op, ops) for op in ops]
+    return [_awaited_by(op, schedule.ops) for op in schedule]
 
 
 def _awaited_by(op: Op, ops: Sequence[Op]) -> tuple[_Slot, ...]:

@@ -23,7 +23,7 @@ from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.cost.schedule_time import Message, OpTime, StepPrice, step_price
 from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.table_work import BATCH_SHARES
-from torchrec_picasso.schedule.schedule import Setting
+from torchrec_picasso.schedule.schedule import Setting, backward_order
 from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
 
 __all__ = ["StepPricer"]
@@ -83,7 +83,8 @@ class StepPricer:
         prices = []
         for count in micro_batch_counts or self._micro_batch_counts:
             step = _Interleaved(self, totals, stock, count, num_packs, uneven_bags)
-            prices.append(step_price(Setting(count, lookahead=True), step.times(), shares))
+            setting = Setting(count, lookahead=True)
+            prices.append(step_price(setting, step.times(), shares, shares_rows=step.shares_rows))
         return min(prices, key=lambda price: (price.step_ms, price.num_micro_batches))
 
     def sparse_dist(self, cost: StepCost) -> StepPrice:
@@ -125,6 +126,9 @@ class _Interleaved:
         self._message, self._reduce = pricer.message, pricer.reduce
         self._dense = pricer.dense.cut(num_parts)
         self._totals, self._stock, self._num_parts = totals, stock, num_parts
+        self.shares_rows = bool(totals.unique)  # bags are of one sample
+        setting = Setting(num_parts, lookahead=True)
+        self._last_backward = backward_order(setting, self.shares_rows)[-1]
         self._local = exchange_times(
             totals, pricer.curves.local, num_packs=num_packs, num_parts=num_parts
         )
@@ -197,7 +201,7 @@ class _Interleaved:
     def _backward(self, index: int, share: float) -> OpTime:
         dense_ms = share * self._dense.backward_ms
         own_ms = share * self._local.sum_ms + self._part_ms(self._local.backward_call_ms) + dense_ms
-        if index:
+        if index != self._last_backward:
             return OpTime(own_ms)
         stock = Message(self._stock.backward_comms_ms), self._stock.backward_compute_ms
         exposed = (stock,) if self._stock.backward_comms_ms else ()

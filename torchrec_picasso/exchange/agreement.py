@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from torchrec_picasso.exchange.gloo import new_gloo_group
+from torchrec_picasso.exchange.all_to_all import new_gloo_group
 from torchrec_picasso.exchange.tally import note_all_reduce
 from torchrec_picasso.exchange.waiting import wait_for
 

@@ -114,18 +114,19 @@ class HeaderExchange:
     def wait(self) -> Header:
         """Finishes the exchange and copies the header to the host (one sync on CUDA)."""
         wait_for(self._work)
-        routes, sent = self._words.routes, self._words.sent()
+        routes = self._words.routes
         kept = [numbers for route in routes for numbers in route.kept]
         # One concatenation, so that a single copy syncs the host.
         host = torch.cat([*kept, self._received_WX.view(-1)]).cpu().numpy()
-        *kept_on_host, words = np.split(host, [*accumulate(numbers.numel() for numbers in kept)])
-        widths = accumulate((piece.size(1) for piece in sent[:-1]), initial=_NUM_OWN_WORDS)
-        # kept numbers, then (W, X): the own words of each rank and the pieces of the routes
-        own, *received = np.split(words.reshape(self._received_WX.shape), list(widths), axis=1)
+        # In this order: the kept numbers, then (W, X), of each rank its own words and its routes'.
+        *kept_numbers, words = _cut(host, [numbers.numel() for numbers in kept])
+        widths = [_NUM_OWN_WORDS, *(piece.size(1) for piece in self._words.sent())]
+        own, *pieces, _ = _cut(words.reshape(self._received_WX.shape), widths)
         outside_ids_W, bad_weights_W, states_W = own.T.tolist()
+        next_piece, next_kept = iter(pieces), iter(kept_numbers)
         return Header(
             routes=[
-                ([received.pop(0) for _ in route.sent], [kept_on_host.pop(0) for _ in route.kept])
+                ([next(next_piece) for _ in route.sent], [next(next_kept) for _ in route.kept])
                 for route in routes
             ],
             outside_ids_W=outside_ids_W,
@@ -134,3 +135,8 @@ class HeaderExchange:
             any_data=any(state & _HAS_DATA for state in states_W),
             any_looks_up_nothing=any(state & _LOOKS_UP_NOTHING for state in states_W),
         )
+
+
+def _cut(numbers: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Cuts the last dimension into consecutive pieces of the given sizes, and the rest."""
+    return np.split(numbers, [*accumulate(sizes)], axis=-1)

@@ -2,24 +2,37 @@
 
 A million int32 with their positions take 30 to 55 ms by ``torch.sort`` and 16 ms as 64-bit words by
 numpy on one core of a 2.5 GHz Xeon, where numpy sorts with AVX-512; on one of an EPYC 12 and 50 ms.
-Both are stable, so they give the same order; ``processor.py`` tells which to use.
+Both are stable, so they give the same order.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_picasso.ops.processor import is_intel
-
-__all__ = ["nonzero_indices", "sort_with_tags", "stable_order"]
+__all__ = ["is_intel", "nonzero_indices", "sort_with_tags", "stable_order"]
 
 _LEAST_RADIX = 1 << 15
 """torch sorts at least so many integers by radix, fewer by comparison."""
 _RADIX_KEYS = {2**8: torch.uint8, 2**15: torch.int16}
 _WORD_BITS = 63
 _KEY_BITS = {torch.uint8: 8, torch.int16: 15, torch.int32: 31}
+
+
+@cache
+def is_intel() -> bool:
+    """Whether the processor is one of Intel's; ``False`` where the system does not say.
+
+    There numpy's sorts run on AVX-512 and outrun torch's, and FBGEMM's row-wise Adagrad mixes SSE
+    with AVX instructions, which stalls. On AMD's processors torch and FBGEMM are faster, or as fast
+    from D=128 on (docs/decisions/cpu_updates.md).
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.is_file() and "GenuineIntel" in cpuinfo.read_text()
 
 
 def stable_order(keys_n: Tensor, num_keys: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Splits the pooling of a batch into the pooling of its micro-batches ("parts").
+"""Splits the pooling of a batch into the pooling of its micro-batches, called parts here.
 
 Bags are ordered by micro-batch, so the lookups of a micro-batch are one slice of each matrix's
 lookups, and forward only slices. Backward needs the lookups grouped by row. The batch is already
@@ -7,7 +7,13 @@ gradients are sent. With several micro-batches, one stable sort of small integer
 lookups, already grouped by row, over the micro-batches; sorting the rows of each micro-batch would
 cost K comparison sorts.
 
-Shape letters: K parts, M matrices, N lookups, S bags, U unique rows, G (part, row) pairs.
+A schedule splits by samples. Without a split the batch is one micro-batch; only then may every
+feature have its own batch size. The lookups of one micro-batch of a matrix are one run, in bag
+order. A sequence matrix has one run per feature, because each feature is a separate output whose
+length the host must know.
+
+Shape letters: F features, G (part, row) pairs, J runs, K parts, M matrices, N lookups, S bags, U
+unique rows.
 """
 
 from __future__ import annotations
@@ -21,13 +27,76 @@ from torch import Tensor
 
 from torchrec_picasso.ops.bags import Bags
 from torchrec_picasso.ops.order import stable_order
-from torchrec_picasso.ops.request_order import LocatedRows
+from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.ops.row_order import LocatedRows
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
 from torchrec_picasso.ops.unique import UniqueRows
 
-__all__ = ["PartPooling", "count_lookups", "cut_pooling", "part_of_lookup"]
+__all__ = ["BatchCut", "PartPooling", "count_lookups", "cut_pooling", "part_of_lookup"]
 
 Counts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchCut:
+    """The micro-batches of the features of a route."""
+
+    runs_MK: Sequence[Sequence[Sequence[int]]]
+    """Number of bags of each run, by matrix and micro-batch."""
+    mean_MK: Sequence[Sequence[Tensor | None]]
+    """Whether a bag is averaged, by matrix and micro-batch, bool, in bag order; ``None`` = none."""
+    is_sequence_M: Sequence[bool]
+    """Whether a matrix is of sequences."""
+
+    @staticmethod
+    def from_strides(
+        strides_F: Sequence[int], sizes_K: Sequence[int | None], plan: PackPlan
+    ) -> BatchCut:
+        """Splits the features of a route with ``strides_F`` bags into samples of each micro-batch.
+
+        ``sizes_K`` is one ``None`` if every feature has its own batch size.
+        """
+        # Bags of each feature, by micro-batch.
+        bags_KF = [strides_F if size is None else [size] * len(strides_F) for size in sizes_K]
+        runs_MK, mean_MK = [], []
+        ends = accumulate(plan.features_M)
+        matrices = zip(ends, plan.features_M, plan.is_sequence_M, plan.mean_MF)
+        for end, num, is_sequence, mean_F in matrices:
+            own_KF = [bags_F[end - num : end] for bags_F in bags_KF]
+            # A pooled matrix has one run per micro-batch, a sequence matrix one per feature.
+            runs_MK.append([list(bags_F) if is_sequence else [sum(bags_F)] for bags_F in own_KF])
+            mean_MK.append(
+                [
+                    None if mean_F is None else _flags(mean_F, size, bags_F)
+                    for size, bags_F in zip(sizes_K, own_KF)
+                ]
+            )
+        return BatchCut(runs_MK=runs_MK, mean_MK=mean_MK, is_sequence_M=plan.is_sequence_M)
+
+    @property
+    def num_parts(self) -> int:
+        """Number of micro-batches, K."""
+        return len(self.runs_MK[0])
+
+    @property
+    def bags_by_part(self) -> list[list[int]]:
+        """Number of bags, by matrix and micro-batch."""
+        return [[sum(runs) for runs in runs_K] for runs_K in self.runs_MK]
+
+    @property
+    def bags_by_run(self) -> list[int]:
+        """Number of bags of each run, consecutive over matrices and micro-batches."""
+        return [bags for runs_K in self.runs_MK for runs in runs_K for bags in runs]
+
+    @property
+    def part_by_run(self) -> list[int]:
+        """Micro-batch of each run."""
+        return [part for runs_K in self.runs_MK for part, runs in enumerate(runs_K) for _ in runs]
+
+    def by_part(self, numbers_J: Sequence[int]) -> list[list[list[int]]]:
+        """Groups one number per run, in run order, by matrix and micro-batch."""
+        numbers = iter(numbers_J)
+        return [[[next(numbers) for _ in runs] for runs in runs_K] for runs_K in self.runs_MK]
 
 
 @dataclass(frozen=True)
@@ -48,11 +117,11 @@ class PartPooling:
         yield from self.index.tensors()
 
 
-def count_lookups(bags: Bags, bags_J: Sequence[int]) -> Tensor:
-    """Counts the lookups of consecutive runs of ``bags_J`` bags: int64, on the batch's device."""
+def count_lookups(offsets_S1: Tensor, bags_J: Sequence[int]) -> Tensor:
+    """Counts the lookups of consecutive runs of ``bags_J`` bags: int64, on the offsets' device."""
     # The edges are copied to the device without a host sync.
-    edges = torch.tensor([0, *accumulate(bags_J)]).to(bags.ids_N.device, non_blocking=True)
-    return torch.diff(bags.offsets_S1.index_select(0, edges))
+    edges = torch.tensor([0, *accumulate(bags_J)]).to(offsets_S1.device, non_blocking=True)
+    return torch.diff(offsets_S1.index_select(0, edges).to(torch.int64))
 
 
 def part_of_lookup(counts_J: Tensor, part_J: Sequence[int], num_lookups: int) -> Tensor:
@@ -69,13 +138,11 @@ def cut_pooling(
     rows: UniqueRows,
     located: LocatedRows,
     row_position_U: Tensor,
+    cut: BatchCut,
     *,
     part_N: Tensor | None,
-    bags_MK: Counts,
     lookups_MK: Counts,
     rows_M: Sequence[int],
-    mean_MK: Sequence[Sequence[Tensor | None]],
-    is_sequence_M: Sequence[bool],
 ) -> list[list[PartPooling]]:
     """Splits the pooling of a batch into the pooling of its micro-batches.
 
@@ -84,12 +151,10 @@ def cut_pooling(
         rows: Unique rows of the batch, by matrix.
         located: The unique rows in request order.
         row_position_U: Position of each unique row among the fetched rows, int64.
+        cut: The micro-batches.
         part_N: Result of :func:`part_of_lookup`; ``None`` for one micro-batch.
-        bags_MK: Number of bags.
         lookups_MK: Number of lookups, on the host.
         rows_M: Number of rows.
-        mean_MK: Whether a bag is averaged, bool, by bag; ``None`` = all are summed.
-        is_sequence_M: Whether a matrix is of sequences.
 
     Returns:
         The pooling by micro-batch and matrix.
@@ -107,19 +172,20 @@ def cut_pooling(
         grouped, groups_KM = _group_whole(rows, located), [list(rows_M)]
     else:
         grouped, groups_KM = _group_by_part(rows, located, part_N, lookups_KM)
-    # Shape (N,): the bag of each lookup, from bag order to lookups grouped by row.
-    bags_by_row_N = None
-    if not all(is_sequence_M):
+    # Shape (N,): the bag of each lookup, from bag order to lookups grouped by row. In a sequence
+    # matrix every lookup is its own bag.
+    bags_by_row_N = grouped.lookups_N
+    if not all(cut.is_sequence_M):
         bag_N = bag_of_lookup(offsets_S1, grouped.lookups_N.numel())
         bags_by_row_N = bag_N.index_select(0, grouped.lookups_N)
     # Bags and lookups are ordered by (matrix, micro-batch), groups and their lookups by
-    # (micro-batch, matrix): hence two index computations in cut().
-    bag_at, lookup_at = _edges(bags_MK), _edges(lookups_MK)
+    # (micro-batch, matrix): hence two index computations below.
+    bag_at, lookup_at = _edges(cut.bags_by_part), _edges(lookups_MK)
     row_at = [0, *accumulate(rows_M)]
     group_at, grouped_at = _edges(groups_KM), _edges(lookups_KM)
     num_parts, num_matrices = len(groups_KM), len(rows_M)
 
-    def cut(part: int, matrix: int) -> PartPooling:
+    def pooling(part: int, matrix: int) -> PartPooling:
         index = matrix * num_parts + part
         first_bag, end_bag = bag_at[index : index + 2]
         low, high = lookup_at[index : index + 2]
@@ -133,10 +199,8 @@ def cut_pooling(
         if grouped.gradient_position_G is not None:
             gradient_position_U = _shift(grouped.gradient_position_G[groups], row_at[matrix])
         lookups_by_row_N = _shift(grouped.lookups_N[by_row], low)
-        # In a sequence matrix every lookup is its own bag.
         bag_offsets_S1, part_bags_by_row_N = None, lookups_by_row_N
-        if not is_sequence_M[matrix]:
-            assert bags_by_row_N is not None
+        if not cut.is_sequence_M[matrix]:
             bag_offsets_S1 = _shift(offsets_S1[first_bag : end_bag + 1], low)
             part_bags_by_row_N = _shift(bags_by_row_N[by_row], first_bag)
         return PartPooling(
@@ -148,11 +212,11 @@ def cut_pooling(
                 bags_by_row_N=part_bags_by_row_N,
                 lookups_by_row_N=lookups_by_row_N,
                 row_offsets_U1=_shift(offsets_U1, by_row.start),
-                mean_S=mean_MK[matrix][part],
+                mean_S=cut.mean_MK[matrix][part],
             ),
         )
 
-    return [[cut(part, matrix) for matrix in range(num_matrices)] for part in range(num_parts)]
+    return [[pooling(part, matrix) for matrix in range(num_matrices)] for part in range(num_parts)]
 
 
 @dataclass(frozen=True)
@@ -213,3 +277,10 @@ def _edges(counts: Counts) -> list[int]:
 
 def _shift(values: Tensor, start: int) -> Tensor:
     return values - start if start else values
+
+
+def _flags(mean_F: Tensor, size: int | None, bags_F: Sequence[int]) -> Tensor:
+    """Whether each bag is averaged; bags are ordered by sample, or by feature without a size."""
+    if size is not None:
+        return mean_F.repeat(size)
+    return mean_F.repeat_interleave(torch.tensor(bags_F, device=mean_F.device))

@@ -25,7 +25,7 @@ from torchrec_picasso.refresh.saved_uses import (
     uses_of,
 )
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.rows.routes.route import Route
+from torchrec_picasso.rows.route import Route
 from torchrec_picasso.storage.row_uses import RowUses
 
 __all__ = ["Refreshed", "Refresher"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.exchange.waiting import wait_for
-from torchrec_picasso.rows.routes.route import Route
+from torchrec_picasso.rows.route import Route
 from torchrec_picasso.storage.row_uses import RowUses
 
 __all__ = ["Census", "SavedUses", "collect_uses", "give_uses", "take_census", "uses_of"]

@@ -1,7 +1,7 @@
 """The gradients of one batch's rows: summed over micro-batches, sent to home ranks, applied once.
 
-Backward runs from the last micro-batch ("part") to the first, so the gradients of a chunk are
-complete right after its micro-batch. Gradients that arrive at the home rank, and the sums for the
+Backward runs from the last micro-batch to the first, so the gradients of a chunk are complete right
+after its micro-batch. Gradients that arrive at the home rank, and the sums for the
 replicas, are kept until the update, which applies each row's gradient once.
 
 Shape letters: K parts and chunks, M matrices, P packs; n and m rows of an exchange, t touched hot
@@ -15,11 +15,10 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from torchrec_picasso.exchange.hot_reduction import HotReduction
-from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
+from torchrec_picasso.exchange.packed import HotReduction, PackedAllToAll, Payload
 from torchrec_picasso.rows.group import Matrices, RowGroup
 from torchrec_picasso.rows.layout import RowLayout
-from torchrec_picasso.rows.routes.route import IncomingRequests, PackLayout
+from torchrec_picasso.rows.route import IncomingRequests, PackLayout
 from torchrec_picasso.storage.hot_homes import TouchedHot
 
 __all__ = ["BatchGradients", "update_rows"]
@@ -56,7 +55,7 @@ class BatchGradients:
             self._sums_M = [sums.zero_() for sums in self._sums.tensors]
         for matrix, grads in zip(matrices, grads_M):
             sums, pooling = self._sums_M[matrix], self._layout.pooling_KM[part][matrix]
-            assert sums is not None
+            assert sums is not None, "a batch's backward runs before its update"
             pooling.add_gradients(sums, grads)
 
     def send(self, chunk: int, wave: int | None = None) -> None:
@@ -64,42 +63,47 @@ class BatchGradients:
 
         Requires that the micro-batch of the chunk, and all later micro-batches, have run backward.
         """
-        layouts, at_home = self._in_wave(wave)
-        if not layouts:
+        packs, at_home = self._in_wave(wave)
+        if not packs:
             return
         # Outgoing gradients of the chunk are a slice of the sums, incoming ones a slice of the home
         # matrix: both are in request order, so no reordering is needed.
-        exchange = PackedAllToAll(
-            self._group.ranks,
-            [self._sums_of(pack)[pack.cold_slice][pack.outgoing.rows(chunk)] for pack in layouts],
-            [pack.outgoing.counts_EW[chunk] for pack in layouts],
-            [home[pack.incoming.rows(chunk)] for home, pack in zip(at_home, layouts)],
-            [pack.incoming.counts_EW[chunk] for pack in layouts],
-            self._group.ranks.gradient_codec,
-        )
-        for pack in self._group.plan.packs_of(wave):
-            self._pending_P[pack].append(exchange)
+        payloads = [
+            Payload(
+                self._sums_of(pack)[pack.cold_slice][pack.outgoing.rows(chunk)],
+                pack.outgoing.counts_EW[chunk],
+                home[pack.incoming.rows(chunk)],
+                pack.incoming.counts_EW[chunk],
+            )
+            for pack, home in zip(packs, at_home)
+        ]
+        ranks = self._group.ranks
+        self._pend(wave, PackedAllToAll(ranks, payloads, ranks.gradient_codec))
 
     def reduce_hot(self, wave: int | None = None) -> None:
         """Starts summing the gradients of touched replicas over all ranks. Collective."""
-        layouts, at_home = self._in_wave(wave)
-        if not layouts:
+        packs, at_home = self._in_wave(wave)
+        if not packs:
             return
         # This rank's h hot rows are a subset of the t touched rows of all ranks; searchsorted gives
         # their positions among the touched rows.
         reduction = HotReduction(
             self._group.ranks,
-            [self._sums_of(pack)[pack.hot_slice] for pack in layouts],
-            [torch.searchsorted(pack.touched.slots_t, pack.hot_slots) for pack in layouts],
-            [home[pack.incoming.num_rows :] for home, pack in zip(at_home, layouts)],
+            [self._sums_of(pack)[pack.hot_slice] for pack in packs],
+            [torch.searchsorted(pack.touched.slots_t, pack.hot_slots) for pack in packs],
+            [home[pack.incoming.num_rows :] for pack, home in zip(packs, at_home)],
         )
-        for pack in self._group.plan.packs_of(wave):
-            self._pending_P[pack].append(reduction)
+        self._pend(wave, reduction)
+
+    def _pend(self, wave: int | None, pending: PackedAllToAll | HotReduction) -> None:
+        """Records what the update of the packs of a wave waits for."""
+        for p in self._group.plan.packs_of(wave):
+            self._pending_P[p].append(pending)
 
     def _in_wave(self, wave: int | None) -> tuple[list[PackLayout], list[Tensor]]:
         """Returns the packs of a wave, and their gradients at home."""
-        packs = self._group.plan.packs_of(wave)
-        return [self._layout.packs[p] for p in packs], [self._at_home.tensors[p] for p in packs]
+        wanted = self._group.plan.packs_of(wave)
+        return [self._layout.packs[p] for p in wanted], [self._at_home.tensors[p] for p in wanted]
 
     def _sums_of(self, pack: PackLayout) -> Tensor:
         """Returns the sums of the pack's matrix; zeros if no micro-batch ran backward."""
@@ -111,33 +115,33 @@ class BatchGradients:
             )
         return sums
 
-    def arrived(self, pack: int) -> tuple[IncomingRequests, TouchedHot, Tensor]:
-        """Waits for all gradients of a pack.
+    def arrived(self, p: int) -> tuple[IncomingRequests, TouchedHot, Tensor]:
+        """Waits for all gradients of pack ``p``.
 
         Returns its incoming requests, its touched hot rows, and the gradients of both, ``(m + t,
         D)``.
         """
-        assert self._pending_P[pack], "gradients are sent and reduced before the update"
-        for pending in self._pending_P[pack]:
+        assert self._pending_P[p], "gradients are sent and reduced before the update"
+        for pending in self._pending_P[p]:
             pending.wait()
-        self._pending_P[pack] = []
-        layout = self._layout.packs[pack]
-        return layout.requests, layout.touched, self._at_home.tensors[pack]
+        self._pending_P[p] = []
+        pack = self._layout.packs[p]
+        return pack.requests, pack.touched, self._at_home.tensors[p]
 
     def update(self, wave: int | None = None, untrained: Collection[int] = ()) -> bool:
         """Updates every row that the batch used, as :func:`update_rows`."""
         return update_rows(self._group, [self], wave, untrained)
 
-    def count_uses(self, pack: int) -> None:
-        """Adds the batch's rows of a pack to the access counts, if these are kept."""
-        uses = self._group.storages[pack].uses
+    def count_uses(self, p: int) -> None:
+        """Adds the batch's rows of pack ``p`` to the access counts, if these are kept."""
+        uses = self._group.storages[p].uses
         if uses is not None:
-            layout = self._layout.packs[pack]
-            uses.count(layout.requests.home_rows_n, layout.hot_slots)
+            pack = self._layout.packs[p]
+            uses.count(pack.requests.home_rows_n, pack.hot_slots)
 
-    def end(self, pack: int) -> bool:
-        """Marks a pack's gradients as used; the last pack frees the memory and returns True."""
-        self._packs_left.discard(pack)
+    def end(self, p: int) -> bool:
+        """Marks the gradients of pack ``p`` as used; the last pack frees the memory, gives True."""
+        self._packs_left.discard(p)
         if self._packs_left:
             return False
         self._at_home.release()
@@ -160,19 +164,19 @@ def update_rows(
     """
     divisor = group.ranks.gradient_divisor
     are_updated = False
-    for pack in group.plan.packs_of(wave):
-        arrived = [batch.arrived(pack) for batch in gradients]
-        matrix = gradients[0]._layout.packs[pack].matrix
+    for p in group.plan.packs_of(wave):
+        arrived = [batch.arrived(p) for batch in gradients]
+        matrix = gradients[0]._layout.packs[p].matrix
         if group.plan.module_M[matrix] not in untrained:
             requests, touched, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
             # Ranks sent sums; TorchRec trains with their mean.
             if divisor > 1:
                 grads.div_(divisor)
-            requests.update(group.storages[pack], touched, grads)
+            requests.update(group.storages[p], touched, grads)
         # Rows of untrained modules are counted and released as well.
         for batch in gradients:
-            batch.count_uses(pack)
-            are_updated = batch.end(pack)
+            batch.count_uses(p)
+            are_updated = batch.end(p)
     return are_updated
 
 

@@ -22,10 +22,9 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.header import HeaderWords
-from torchrec_picasso.rows.cut import padded
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.rows.routes.route import Route, RouteFeatures, RouteRequest
-from torchrec_picasso.rows.valid_features import are_bad
+from torchrec_picasso.rows.route import Route, RouteFeatures, RouteRequest
+from torchrec_picasso.rows.valid_features import are_bad, padded
 
 __all__ = ["BatchIds"]
 
@@ -36,10 +35,10 @@ class BatchIds:
 
     features: KeyedJaggedTensor
     """Features of all modules, in the order of the group's tables."""
-    features_of: Sequence[KeyedJaggedTensor]
+    features_by_module: Sequence[KeyedJaggedTensor]
     """Features of each module."""
-    sound: Sequence[KeyedJaggedTensor]
-    """Validated features, as returned by :func:`.valid_features`."""
+    validated: Sequence[KeyedJaggedTensor]
+    """Results of :func:`.valid_features`, in any order."""
     weights_N: Tensor | None
     """Per-sample weights of the whole batch; ``None`` if the batch has none or no table pools."""
     sizes_K: Sequence[int | None]
@@ -52,19 +51,24 @@ class BatchIds:
 
     @staticmethod
     def read(
-        features_of: Sequence[KeyedJaggedTensor],
+        features_by_module: Sequence[KeyedJaggedTensor],
         group: RowGroup,
         sizes_K: Sequence[int] | None = None,
         has_data: bool = True,
-        sound: Sequence[KeyedJaggedTensor] = (),
+        validated: Sequence[KeyedJaggedTensor] = (),
     ) -> BatchIds:
-        """Reads a batch; its features have valid lengths, by module in its lookup order.
+        """Reads a batch.
 
-        ``sizes_K`` are the samples of each micro-batch, ``None`` = one micro-batch. ``has_data`` is
-        false for a placeholder after the end of this rank's data. The header reports the malformed
-        lengths of ``sound``, the results of :func:`.valid_features` for the batch, in any order.
+        Args:
+            features_by_module: Features that each module looks up, in its lookup order, with valid
+                lengths.
+            group: The tables of these modules.
+            sizes_K: Samples of each micro-batch; ``None`` = one micro-batch.
+            has_data: False for a placeholder after the end of this rank's data.
+            validated: The results of :func:`.valid_features` for the batch, in any order; the
+                header reports the lengths that were malformed before.
         """
-        features = group.in_one(features_of)
+        features = group.in_one(features_by_module)
         is_variable = features.variable_stride_per_key()
         if is_variable and any(route.needs_one_batch_size for route in group.routes):
             features, is_variable = padded(features), False
@@ -76,8 +80,8 @@ class BatchIds:
         requests = [route.read(own) for route, own in zip(group.routes, by_route)]
         return BatchIds(
             features=features,
-            features_of=features_of,
-            sound=sound,
+            features_by_module=features_by_module,
+            validated=validated,
             weights_N=weights_N,
             sizes_K=sizes,
             routes=requests,
@@ -86,9 +90,9 @@ class BatchIds:
                 routes=[request.words for request in requests],
                 outside_ids=reduce(add, [request.outside_ids for request in requests]),
                 bad_weights=_count_bad_weights(weights_N, features.values().device),
-                bad_lengths=are_bad(sound),
+                bad_lengths=are_bad(validated),
                 has_data=has_data,
-                looks_up_nothing=not any(features.values().numel() for features in features_of),
+                looks_up_nothing=not features.values().numel(),
             ),
         )
 

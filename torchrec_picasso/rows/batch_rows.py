@@ -1,11 +1,9 @@
 """The rows of one batch: fetched from home ranks, read from replicas, provided for pooling.
 
-Chunk j holds the rows that micro-batch ("part") j is the first to use, so forward needs the chunks
-up to j before micro-batch j. Clean rows, which the batch before does not update, may be fetched
-before its update.
-
-The plan may also split packs into waves. Communication that no computation hides is then staggered:
-one wave is on the wire while another is gathered or updated (PICASSO's K-Interleaving).
+Micro-batches are called parts here. Forward of micro-batch j needs the chunks up to j; clean rows
+may be fetched before the update of the batch before (``ops/row_order.py``). The plan may also split
+packs into waves. Communication that no computation hides is then staggered: one wave is on the wire
+while another is gathered or updated (PICASSO's K-Interleaving).
 
 Shape letters: K parts and chunks, M matrices, P packs, N lookups.
 """
@@ -19,12 +17,12 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
-from torchrec_picasso.ops.fetch_order import CLEAN, dirty_exchange
+from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
+from torchrec_picasso.ops.row_order import CLEAN, dirty_exchange
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.group import Matrices, RowGroup
 from torchrec_picasso.rows.layout import RowLayout
-from torchrec_picasso.rows.routes.route import Pooling
+from torchrec_picasso.rows.route import Pooling
 from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = ["BatchRows", "GradientSink", "PartRows"]
@@ -34,7 +32,12 @@ GradientSink = Callable[[Sequence[Tensor]], None]
 
 
 class BatchRows:
-    """The rows of one batch whose layout is complete."""
+    """The rows of one batch whose layout is complete.
+
+    The rows are freed once no module needs them: :meth:`acquire` is told which micro-batch is a
+    module's last, :meth:`PartRows.end` ends the module's use after it, and the last module releases
+    the memory. A driver may release it earlier or later by :meth:`release`.
+    """
 
     def __init__(self, group: RowGroup, layout: RowLayout) -> None:
         assert layout.hot_epoch == group.hot_epoch, "slots are those of another hot set"
@@ -55,7 +58,10 @@ class BatchRows:
         return torch.cat(rows).unique()
 
     def is_first_time(self, what: str) -> bool:
-        """Records an action by its name; returns whether it is the first for this batch."""
+        """Records an action by its name; returns whether it is the first for this batch.
+
+        TorchRec's trackers are called once per micro-batch, but record a batch once.
+        """
         is_first = what not in self._seen
         self._seen.add(what)
         return is_first
@@ -70,28 +76,28 @@ class BatchRows:
         self._fetch(dirty_exchange(chunk), self.group.plan.packs_of(wave))
 
     def _fetch(self, exchange: int, packs: Sequence[int]) -> None:
+        """Starts the exchange of this number in fetch order, for some packs."""
         if not packs:
             return
-        layouts = [self.layout.packs[pack] for pack in packs]
-        matrices_M = self._matrices.tensors
+        ranks, matrices_M = self.group.ranks, self._matrices.tensors
         with torch.no_grad():
-            # Home ranks gather (n, D) in fetch order; incoming rows land directly in their slice of
-            # the matrix, also in fetch order.
-            arrival = PackedAllToAll(
-                self.group.ranks,
-                [
-                    layout.requests.read(self.group.storages[pack], exchange)
-                    for pack, layout in zip(packs, layouts)
-                ],
-                [pack.requests.by_fetch.counts_EW[exchange] for pack in layouts],
-                [
-                    matrices_M[pack.matrix][pack.cold_slice][pack.outgoing_by_fetch.rows(exchange)]
-                    for pack in layouts
-                ],
-                [pack.outgoing_by_fetch.counts_EW[exchange] for pack in layouts],
-                self.group.ranks.row_codec,
-            )
-        self._arrivals.append(_Arrival(exchange, frozenset(packs), arrival))
+            # Home ranks gather (n, D) in fetch order; they land directly in their slice of the
+            # requesting rank's matrix, also in fetch order.
+            payloads = []
+            for p in packs:
+                pack, storage = self.layout.packs[p], self.group.storages[p]
+                sent, received = pack.requests.by_fetch, pack.outgoing_by_fetch
+                into = matrices_M[pack.matrix][pack.cold_slice][received.rows(exchange)]
+                payloads.append(
+                    Payload(
+                        pack.requests.read(storage, exchange),
+                        sent.counts_EW[exchange],
+                        into,
+                        received.counts_EW[exchange],
+                    )
+                )
+            pending = PackedAllToAll(ranks, payloads, ranks.row_codec)
+        self._arrivals.append(_Arrival(exchange, frozenset(packs), pending))
 
     def read_hot(self) -> None:
         """Reads the replicas of this batch's hot rows into its matrices."""
@@ -122,7 +128,7 @@ class BatchRows:
         for arrival in list(self._arrivals):
             is_needed = not arrival.packs.isdisjoint(range(packs.start, packs.stop))
             if is_needed and arrival.exchange <= dirty_exchange(part):
-                arrival.rows.wait()
+                arrival.pending.wait()
                 self._arrivals.remove(arrival)
         # A pipeline may have started the fetch on another stream.
         return keep_for_current_stream(self._matrices.tensors[matrix])
@@ -176,8 +182,9 @@ class _Arrival:
     """An exchange in progress that brings rows of some packs."""
 
     exchange: int
+    """Number of the exchange in fetch order."""
     packs: frozenset[int]
-    rows: PackedAllToAll
+    pending: PackedAllToAll
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +209,8 @@ class PartRows:
 
     @property
     def own_sizes(self) -> Sequence[int] | None:
-        """Samples of each feature if features were padded to a common batch size, otherwise
-        ``None``."""
-        features = self.rows.layout.features_of[self.module]
+        """Samples of each feature if features were padded to one batch size, else ``None``."""
+        features = self.rows.layout.features_by_module[self.module]
         is_filled_up = self.batch_size is not None and features.variable_stride_per_key()
         return features.stride_per_key() if is_filled_up else None
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.rows.routes.route import PackLayout, Pooling
+from torchrec_picasso.rows.route import PackLayout, Pooling
 
 __all__ = ["RowLayout"]
 
@@ -24,7 +24,7 @@ __all__ = ["RowLayout"]
 class RowLayout:
     """The layout of a batch's rows."""
 
-    features_of: Sequence[KeyedJaggedTensor]
+    features_by_module: Sequence[KeyedJaggedTensor]
     """The batch's features by module, in the order of the module's tables."""
     sizes_K: Sequence[int | None]
     """Samples of each micro-batch; ``None`` if every feature has its own batch size."""
@@ -44,7 +44,7 @@ class RowLayout:
         """
         sizes_K = [size for size in self.sizes_K if size is not None]
         assert sizes_K, "sequences have one batch size"
-        features = self.features_of[module]
+        features = self.features_by_module[module]
         lookups_KF = [pooling_M[matrix].lookups_F for pooling_M in self.pooling_KM]
         low, batch_size = sum(sizes_K[:part]), sizes_K[part]
         lengths_FB = features.lengths().view(len(lookups_KF[part]), sum(sizes_K))
@@ -62,7 +62,7 @@ class RowLayout:
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
-        for features in self.features_of:
+        for features in self.features_by_module:
             yield from (features.values(), features.lengths())
             optional = (features.weights_or_none(), features.offsets_or_none())
             yield from (tensor for tensor in optional if tensor is not None)

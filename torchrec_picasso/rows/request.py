@@ -9,17 +9,14 @@ Shape letters: K parts, M matrices, P packs, W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from torchrec_picasso.exchange.header import Header, HeaderExchange
-from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
-from torchrec_picasso.exchange.ranks import Ranks
+from torchrec_picasso.exchange.packed import PackedAllToAll
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import RowLayout
-from torchrec_picasso.rows.routes.route import PackLayout, Payload, Pooling
+from torchrec_picasso.rows.route import PackLayout, Pooling
 from torchrec_picasso.rows.valid_features import raise_on_bad_input
 
 __all__ = ["RowRequest", "with_new_layout"]
@@ -51,11 +48,11 @@ class RowRequest:
         self._header = header = self._header_exchange.wait()
         if not header.any_data:
             return False
-        raise_on_bad_input(header, group.tables, batch.features, batch.sound, group.ranks.rank)
+        raise_on_bad_input(header, group.tables, batch.features, batch.validated, group.ranks.rank)
         for request, words in zip(batch.routes, header.routes):
             request.take_header(words)
         payloads = [p for request in batch.routes for p in request.ids(group.row_dtype)]
-        self._ids = _exchange(group.ranks, payloads)
+        self._ids = PackedAllToAll(group.ranks, payloads)
         return True
 
     @property
@@ -73,7 +70,7 @@ class RowRequest:
         requests = zip(self._batch.routes, before._batch.routes)
         payloads = [p for request, earlier in requests for p in request.dirty_mask(earlier)]
         if payloads:
-            self._dirty_mask = _exchange(self._group.ranks, payloads)
+            self._dirty_mask = PackedAllToAll(self._group.ranks, payloads)
 
     def lay_out(self) -> RowLayout:
         """Builds the layout; waits for the dirty mask. Without a mask, all rows are dirty."""
@@ -88,7 +85,7 @@ class RowRequest:
             for pooling_M, own_M in zip(pooling_KM, own_KM):
                 pooling_M += own_M
         return RowLayout(
-            features_of=batch.features_of,
+            features_by_module=batch.features_by_module,
             sizes_K=batch.sizes_K,
             hot_epoch=batch.hot_epoch,
             packs=packs,
@@ -101,18 +98,7 @@ class RowRequest:
 def with_new_layout(group: RowGroup, layout: RowLayout) -> RowLayout:
     """Rebuilds the layout of an unsplit batch after the hot rows changed. Collective."""
     with torch.no_grad():
-        request = RowRequest(group, BatchIds.read(layout.features_of, group))
+        request = RowRequest(group, BatchIds.read(layout.features_by_module, group))
         request.send_ids()
         request.receive_ids()
         return request.lay_out()
-
-
-def _exchange(ranks: Ranks, payloads: Sequence[Payload]) -> PackedAllToAll:
-    """Starts one exchange of all payloads. Collective."""
-    return PackedAllToAll(
-        ranks,
-        [payload.sent for payload in payloads],
-        [payload.sent_W for payload in payloads],
-        [payload.received for payload in payloads],
-        [payload.received_W for payload in payloads],
-    )

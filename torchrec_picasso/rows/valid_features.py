@@ -1,4 +1,5 @@
-"""Validates lengths before any use, and replaces malformed lengths by valid ones.
+"""Validates lengths before any use, and replaces malformed lengths by valid ones; and other copies
+of features, with other weights or padded.
 
 Reordering lookups by malformed lengths reads and writes beyond the tensors, and the reordered
 result is consistent with any lengths, so the error cannot be detected afterwards. A rank that
@@ -32,6 +33,7 @@ __all__ = [
     "are_bad",
     "length_error",
     "like",
+    "padded",
     "raise_on_bad_input",
     "valid_features",
     "with_own_weights",
@@ -91,12 +93,12 @@ def valid_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return RepairedFeatures.repair(features)
 
 
-def are_bad(sound: Iterable[KeyedJaggedTensor]) -> Tensor | bool:
-    """Whether any lengths were malformed before :func:`valid_features`, which returned ``sound``.
+def are_bad(validated: Iterable[KeyedJaggedTensor]) -> Tensor | bool:
+    """Whether any lengths were malformed that :func:`valid_features`, with these results, replaced.
 
     0-d bool on the device, or a ``bool`` known on the host.
     """
-    flags = (features.is_bad for features in sound if isinstance(features, RepairedFeatures))
+    flags = (features.is_bad for features in validated if isinstance(features, RepairedFeatures))
     return reduce(or_, flags, False)
 
 
@@ -128,18 +130,18 @@ def raise_on_bad_input(
     header: Header,
     tables: Sequence[PackedTable],
     features: KeyedJaggedTensor,
-    sound: Sequence[KeyedJaggedTensor],
+    validated: Sequence[KeyedJaggedTensor],
     rank: int,
 ) -> None:
     """Raises if any rank's batch has malformed lengths or holds an invalid id or weight.
 
     All ranks raise together; the rank with the error names feature, table, value and range. Tables
-    are in the order of this rank's features, which ``sound`` has before they were concatenated.
+    are in the order of this rank's features, which ``validated`` has before they were concatenated.
     """
     for counts_W, describe, what in (
         (
             header.bad_lengths_W,
-            partial(_describe_lengths, sound),
+            partial(_describe_lengths, validated),
             "lengths that do not fit its values",
         ),
         (
@@ -165,8 +167,8 @@ def raise_on_bad_input(
                 )
 
 
-def _describe_lengths(sound: Sequence[KeyedJaggedTensor], count: int) -> str:
-    given = [mended.given for mended in sound if isinstance(mended, RepairedFeatures)]
+def _describe_lengths(validated: Sequence[KeyedJaggedTensor], count: int) -> str:
+    given = [mended.given for mended in validated if isinstance(mended, RepairedFeatures)]
     return next(filter(None, map(length_error, given)))
 
 
@@ -253,3 +255,28 @@ def with_own_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     if weights_N is None:
         weights_N = torch.zeros_like(features.values(), dtype=torch.float32)
     return with_weights(features, weights_N.clone())
+
+
+def padded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Pads features of different batch sizes with empty bags to the largest batch size.
+
+    Home ranks that pool bags for other ranks receive one number of samples, and sequences are
+    returned with one batch size. TorchRec's ``pad_vbe_kjt_lengths`` drops weights and loops over
+    features.
+    """
+    lengths_S, num_features = features.lengths(), len(features.keys())
+    sizes_F = torch.tensor(features.stride_per_key(), device=lengths_S.device)
+    most = max(features.stride_per_key())
+    # Mask (F, B_max) of the bags that exist; masked_scatter_ copies the lengths, which are ordered
+    # by feature, into it. Values do not change: padded bags are empty.
+    is_own_FS = torch.arange(most, device=lengths_S.device) < sizes_F.unsqueeze(1)
+    lengths_FS = lengths_S.new_zeros(num_features, most).masked_scatter_(is_own_FS, lengths_S)
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=features.weights_or_none(),
+        lengths=lengths_FS.view(-1),
+        stride=most,
+        length_per_key=features.length_per_key_or_none(),
+        offset_per_key=features.offset_per_key_or_none(),
+    )

@@ -54,6 +54,8 @@ class Need:
     """Whether an operation requires another operation of that kind."""
     required: bool = False
     """Whether the schedule must contain one; otherwise an earlier schedule may have run it."""
+    shared_rows_only: bool = False
+    """Whether it is a need only where micro-batches share rows, so not depth first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +111,14 @@ KINDS: Mapping[str, Kind] = {
     "fetch_clean": Kind(sends=True, needs=_all("lay_out")),
     "fetch_dirty": Kind(sends=True, needs=_ROWS),
     "read_hot": Kind(needs=_ROWS),
-    # Micro-batches run forward in ascending order and backward in descending order, so that the
-    # gradients of chunk k are complete after backward k. An earlier schedule may have fetched the
-    # rows of a forward, so the check does not ask for them.
+    # Micro-batches run forward in ascending order. Backward runs in descending order where they
+    # share rows, so that the gradients of chunk k are complete after backward k. An earlier
+    # schedule may have fetched the rows of a forward, so the check does not ask for them.
     "forward": Kind(needs=(Need("forward", _before),)),
-    "backward": Kind(sends=True, needs=(*_all("forward"), Need("backward", _later))),
+    "backward": Kind(
+        sends=True,
+        needs=(Need("forward", _same_micro_batch), Need("backward", _later, shared_rows_only=True)),
+    ),
     "send_gradients": Kind(sends=True, needs=(Need("backward", _same_micro_batch, required=True),)),
     "reduce_hot": Kind(sends=True, needs=_all("backward")),
     "update": Kind(needs=_all("send_gradients", "reduce_hot")),

@@ -9,6 +9,11 @@ At the boundary between two steps no computation hides the exchanges of the firs
 gradients come last and its rows are needed first. There, and only there, waves of packs are
 staggered: one wave is updated and fetched again while the gradients of the next wave are on the
 wire.
+
+Two micro-batches that share no rows run depth first: the first one runs forward and backward while
+the rows of the second arrive, and its gradients are sent while the second one computes, so the wire
+is never idle. Otherwise all run forward, then all backward: of more than two, the first is small,
+and its gradients, which nothing hides, travel last.
 """
 
 from __future__ import annotations
@@ -31,8 +36,10 @@ __all__ = [
     "Op",
     "Schedule",
     "Setting",
+    "backward_order",
     "evaluation_schedule",
     "first_batch_schedule",
+    "is_depth_first",
     "second_batch_schedule",
     "training_schedule",
 ]
@@ -63,6 +70,8 @@ class Schedule:
     """The operations of one step, in order."""
 
     ops: tuple[Op, ...]
+    shares_rows: bool = True
+    """Whether micro-batches share rows, so that they run backward in descending order."""
 
     def __iter__(self) -> Iterator[Op]:
         return iter(self.ops)
@@ -88,6 +97,8 @@ class Schedule:
             # Only operations of this schedule count: earlier schedules may have run other
             # dependencies.
             for need in KINDS[op.kind].needs:
+                if need.shared_rows_only and not self.shares_rows:
+                    continue
                 found = [o for o in self.ops if o.kind == need.kind and need.pick(op, o)]
                 if need.required and not found:
                     raise PlanError(f"the schedule runs {op} without the {need.kind} it needs")
@@ -106,6 +117,7 @@ def training_schedule(
     after: Setting | None = None,
     *,
     num_waves: int = 1,
+    shares_rows: bool = True,
 ) -> Schedule:
     """Returns the schedule of a training step.
 
@@ -115,29 +127,51 @@ def training_schedule(
     are on the wire.
 
     The next batch has by default the setting of this batch, and the batch after that the setting of
-    the next. ``num_waves`` counts the waves of packs.
+    the next. ``num_waves`` counts the waves of packs. Micro-batches share rows unless all packs are
+    pooled by their home ranks.
     """
     following = following or this
     waves = _waves(num_waves)
     ahead = _look_ahead(following)
     # With lookahead the layout must come before fetch_clean; otherwise it can wait.
     laid_out_late = [] if following.lookahead else [ahead.pop(0)]
-    ops = [*ahead, *_for_chunks("forward", THIS, this)]
-    ops.append(Op("send_ids", AFTER))
-    # Chunk k's gradients are sent while backward of the micro-batches below k computes.
-    for index in reversed(range(1, this.num_micro_batches)):
-        ops += [Op("backward", THIS, index), Op("send_gradients", THIS, index)]
-    ops.append(Op("backward", THIS, 0))  # also reduces dense gradients
+    *early, last = backward_order(this, shares_rows)
+    forwards = _for_chunks("forward", THIS, this)
+    # Chunk k's gradients are sent while the micro-batches that run after backward k compute.
+    if is_depth_first(this, shares_rows):
+        ops = [*ahead, forwards[0], Op("backward", THIS, 0)]
+        # After a backward: the header that the ids wait for is behind the rows on the wire.
+        ops.append(Op("send_ids", AFTER))
+        ops += [*_by_wave("send_gradients", THIS, 0, waves), forwards[1]]
+    else:
+        ops = [*ahead, *forwards, Op("send_ids", AFTER)]
+        for index in early:
+            ops += [Op("backward", THIS, index), Op("send_gradients", THIS, index)]
+    ops.append(Op("backward", THIS, last))  # also reduces dense gradients
     for wave in waves:
-        ops += [Op("send_gradients", THIS, 0, wave), Op("reduce_hot", THIS, wave=wave)]
+        ops += [Op("send_gradients", THIS, last, wave), Op("reduce_hot", THIS, wave=wave)]
     ops += [*laid_out_late, *_ids_arrive(AFTER, after or following)]
     for wave in waves:
         # Wave w's dirty rows are fetched while wave w + 1 waits for its gradients.
         ops += [Op("update", THIS, wave=wave), Op("fetch_dirty", NEXT, 0, wave)]
     # Later chunks arrive during forward of the first micro-batches of the next step.
-    ops += _for_chunks("fetch_dirty", NEXT, following, first=1)
+    if is_depth_first(following, shares_rows):
+        ops += _by_wave("fetch_dirty", NEXT, 1, waves)
+    else:
+        ops += _for_chunks("fetch_dirty", NEXT, following, first=1)
     ops += [Op("read_hot", NEXT), Op("dense_step")]
-    return _checked(ops)
+    return _checked(ops, shares_rows)
+
+
+def is_depth_first(setting: Setting, shares_rows: bool) -> bool:
+    """Whether the first micro-batch runs backward before the second one runs forward."""
+    return setting.num_micro_batches == 2 and not shares_rows
+
+
+def backward_order(setting: Setting, shares_rows: bool) -> Sequence[int]:
+    """Returns the micro-batches in the order in which they run backward."""
+    order = range(setting.num_micro_batches)
+    return order if is_depth_first(setting, shares_rows) else order[::-1]
 
 
 @cache
@@ -177,13 +211,18 @@ def _for_chunks(kind: str, batch: int, setting: Setting, first: int = 0) -> list
     return [Op(kind, batch, index) for index in range(first, setting.num_micro_batches)]
 
 
+def _by_wave(kind: str, batch: int, index: int, waves: Sequence[int | None]) -> list[Op]:
+    """Returns an exchange per wave: one of a single pack needs no copies that join packs."""
+    return [Op(kind, batch, index, wave) for wave in waves]
+
+
 def _waves(num_waves: int) -> Sequence[int | None]:
     """Returns every wave, or ``None`` (all packs) if there is only one wave."""
     return range(num_waves) if num_waves > 1 else [None]
 
 
 def _fetch_dirty(batch: int, setting: Setting, num_waves: int) -> list[Op]:
-    first = [Op("fetch_dirty", batch, 0, wave) for wave in _waves(num_waves)]
+    first = _by_wave("fetch_dirty", batch, 0, _waves(num_waves))
     return [*first, *_for_chunks("fetch_dirty", batch, setting, first=1)]
 
 
@@ -202,7 +241,7 @@ def _ids_arrive(batch: int, setting: Setting) -> list[Op]:
     return [Op("receive_ids", batch), *mask]
 
 
-def _checked(ops: list[Op]) -> Schedule:
-    schedule = Schedule(tuple(ops))
+def _checked(ops: list[Op], shares_rows: bool = True) -> Schedule:
+    schedule = Schedule(tuple(ops), shares_rows)
     schedule.check()
     return schedule

@@ -22,8 +22,7 @@ from torchrec_picasso.placement import SHARDING_TYPE_OF
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.sharding.delta_tracker import RecordLookup, state_tracker
-from torchrec_picasso.sharding.in_backward import InBackwardDriver
-from torchrec_picasso.sharding.input_dist import LaidOutFeatures, layout_of
+from torchrec_picasso.sharding.in_backward import InBackwardDriver, LaidOutFeatures, layout_of
 from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.row_storage import RowStorage
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel

@@ -63,7 +63,7 @@ class _OutputAwaitable(Awaitable[Tensor]):
 
     def _pool(self) -> Tensor:
         rows = self._rows
-        # Per-lookup factors (N,) of each matrix: per-sample weights, times 1 / length for means.
+        # Scales of lookups (N,) of each matrix: per-sample weights, times 1 / length for means.
         scales_M = [
             pooling.scales(keep_for_current_stream(weights))
             for weights, pooling in zip(rows.weights_M, rows.pooling_M)
@@ -121,7 +121,7 @@ class _PoolArrivals(Function):
             rows.arrive(), scales_M, rows.pooling_M, needed_M
         ):
             pieces_M.append(pooling.pool(arrived, scales_N))
-            # Only a factor's gradient needs the rows; else the graph must not keep them alive.
+            # Only the gradient of a scale needs the rows; else the graph must not keep them alive.
             ctx.rows_M.append(arrived if needed else None)
         ctx.save_for_backward(*scales_M)
         return tuple(piece for pieces in pieces_M for piece in pieces)
@@ -140,7 +140,7 @@ _NOT_COMPILED = (
 
 @torch.compiler.disable(reason=_NOT_COMPILED)
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Computes gradients of rows, passes them to the driver's sink, returns those of factors."""
+    """Computes gradients of rows, passes them to the driver's sink, returns those of scales."""
     if compiled_autograd.in_compiled_autograd_region:
         raise CompatError(_NOT_COMPILED)
     scales_M, pooling_M = ctx.saved_tensors, ctx.pooling_M

@@ -97,25 +97,25 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
 
     def with_shardings(self, positions: Sequence[int]) -> ShardedHotColdEmbeddingBagCollection:
         """Copies the module with a subset of its shardings; both modules share the rows."""
-        part: ShardedHotColdEmbeddingBagCollection = self._copy_with(positions)
-        part._embedding_shardings = [self._embedding_shardings[p] for p in positions]
-        part._has_features_permute = True
-        part._embedding_names, part._uncombined_embedding_names = [], []
-        part._embedding_dims, part._uncombined_embedding_dims = [], []
-        part._create_output_dist()
-        part._kjt_key_indices = {}
-        features = {name for s in part._embedding_shardings for name in s.feature_names()}
-        part._pooling_type_to_rs_features = defaultdict(list)
+        subset: ShardedHotColdEmbeddingBagCollection = self._copy_with(positions)
+        subset._embedding_shardings = [self._embedding_shardings[p] for p in positions]
+        subset._has_features_permute = True
+        subset._embedding_names, subset._uncombined_embedding_names = [], []
+        subset._embedding_dims, subset._uncombined_embedding_dims = [], []
+        subset._create_output_dist()
+        subset._kjt_key_indices = {}
+        features = {name for s in subset._embedding_shardings for name in s.feature_names()}
+        subset._pooling_type_to_rs_features = defaultdict(list)
         for pooling, names in self._pooling_type_to_rs_features.items():
-            part._pooling_type_to_rs_features[pooling] = [n for n in names if n in features]
-        part._has_mean_pooling_callback = bool(
-            part._pooling_type_to_rs_features[PoolingType.MEAN.value]
+            subset._pooling_type_to_rs_features[pooling] = [n for n in names if n in features]
+        subset._has_mean_pooling_callback = bool(
+            subset._pooling_type_to_rs_features[PoolingType.MEAN.value]
         )
-        return part
+        return subset
 
-    def join(self, parts: Sequence[LazyAwaitable[KeyedTensor]]) -> LazyAwaitable[KeyedTensor]:
+    def join(self, outputs: Sequence[LazyAwaitable[KeyedTensor]]) -> LazyAwaitable[KeyedTensor]:
         """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
-        return _Joined(parts, self._embedding_names)
+        return _Joined(outputs, self._embedding_names)
 
     def output(self, rows: PartRows) -> Any:
         """Computes the module's output for one micro-batch, from its fetched rows."""
@@ -136,13 +136,13 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
 class _Joined(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
     """The outputs of several modules, concatenated by key to ``(B, sum of D)``."""
 
-    def __init__(self, parts: Sequence[LazyAwaitable[KeyedTensor]], keys: Sequence[str]) -> None:
+    def __init__(self, outputs: Sequence[LazyAwaitable[KeyedTensor]], keys: Sequence[str]) -> None:
         super().__init__()
-        self._parts = parts
+        self._outputs = outputs
         self._keys = list(keys)
 
     def _wait_impl(self) -> KeyedTensor:
         found: dict[str, Tensor] = {}
-        for part in self._parts:
-            found |= part.wait().to_dict()
+        for output in self._outputs:
+            found |= output.wait().to_dict()
         return KeyedTensor.from_tensor_list(self._keys, [found[key] for key in self._keys])

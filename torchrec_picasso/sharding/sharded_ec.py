@@ -1,4 +1,12 @@
-"""A sharded EmbeddingCollection in which marked tables are hot/cold and the others stock."""
+"""A sharded EmbeddingCollection in which marked tables are hot/cold and the others stock.
+
+A variable-batch (VBE) feature has fewer rows than the batch has samples, and an inverse index that
+names each sample's row. For sequences TorchRec's operator that expands the rows to the samples has
+no backward on the CPU: tables would not be trained, without an error. Hot/cold sequences are
+therefore expanded here, on every device.
+
+Shape letters: B samples, D dim, F features, N lookups, S bags.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +23,13 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
 from torchrec_picasso.errors import CompatError
+from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.valid_features import with_weights
-from torchrec_picasso.sharding.sharded_module import (
-    GROUP,
-    HotColdModule,
-)
-from torchrec_picasso.sharding.spread import SpreadSequences
+from torchrec_picasso.sharding.sharded_module import GROUP, HotColdModule
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
-__all__ = ["ShardedHotColdEmbeddingCollection"]
+__all__ = ["ShardedHotColdEmbeddingCollection", "SpreadSequences"]
 
 
 class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollection):
@@ -72,22 +77,22 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
 
     def with_shardings(self, positions: Sequence[int]) -> ShardedHotColdEmbeddingCollection:
         """Copies the module with a subset of its shardings; both modules share the rows."""
-        part: ShardedHotColdEmbeddingCollection = self._copy_with(positions)
+        subset: ShardedHotColdEmbeddingCollection = self._copy_with(positions)
         shardings = list(self._sharding_type_to_sharding.items())
-        part._sharding_type_to_sharding = dict(shardings[p] for p in positions)
-        part._embedding_names_per_sharding = [
+        subset._sharding_type_to_sharding = dict(shardings[p] for p in positions)
+        subset._embedding_names_per_sharding = [
             self._embedding_names_per_sharding[p] for p in positions
         ]
-        part._create_output_dist()
-        part._use_index_dedup = self._use_index_dedup and not part.is_all_hot_cold
-        return part
+        subset._create_output_dist()
+        subset._use_index_dedup = self._use_index_dedup and not subset.is_all_hot_cold
+        return subset
 
     def join(
-        self, parts: Sequence[LazyAwaitable[dict[str, JaggedTensor]]]
+        self, outputs: Sequence[LazyAwaitable[dict[str, JaggedTensor]]]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
         names = [name for group_names in self._embedding_names_per_sharding for name in group_names]
-        return _Joined(parts, names)
+        return _Joined(outputs, names)
 
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList
@@ -171,14 +176,70 @@ class _Joined(LazyAwaitable[dict[str, JaggedTensor]]):
     """The outputs of several modules, in the order of the embedding names."""
 
     def __init__(
-        self, parts: Sequence[LazyAwaitable[dict[str, JaggedTensor]]], names: Sequence[str]
+        self, outputs: Sequence[LazyAwaitable[dict[str, JaggedTensor]]], names: Sequence[str]
     ) -> None:
         super().__init__()
-        self._parts = parts
+        self._outputs = outputs
         self._names = names
 
     def _wait_impl(self) -> dict[str, JaggedTensor]:
         found: dict[str, JaggedTensor] = {}
-        for part in self._parts:
-            found |= part.wait()
+        for output in self._outputs:
+            found |= output.wait()
         return {name: found[name] for name in self._names}
+
+
+class SpreadSequences(LazyAwaitable[dict[str, JaggedTensor]]):
+    """Sequences of VBE features, expanded to one sequence per sample.
+
+    ``own`` has a sequence per row, feature by feature. ``lengths_S`` are the lookups of each bag; a
+    bag is a row of a feature. The inverse index names each sample's bag, counted over the bags of
+    all features. One host sync on CUDA, for the lookups of each feature.
+    """
+
+    def __init__(
+        self,
+        own: LazyAwaitable[dict[str, JaggedTensor]],
+        lengths_S: Tensor,
+        row_of_sample_FB: Tensor,
+    ) -> None:
+        super().__init__()
+        self._own = own
+        self._lengths_S = lengths_S
+        self._row_of_sample_FB = row_of_sample_FB
+
+    def _wait_impl(self) -> dict[str, JaggedTensor]:
+        own, row_of_sample_FB = (
+            self._own.wait(),
+            keep_for_current_stream(self._row_of_sample_FB).long(),
+        )
+        # first and last lookup of each bag, then length and first lookup of each sample's bag
+        ends_S = self._lengths_S.cumsum(0)
+        lengths_FB = self._lengths_S[row_of_sample_FB]
+        starts_FB = ends_S[row_of_sample_FB] - lengths_FB
+        spread: dict[str, JaggedTensor] = {}
+        first = 0
+        # the lookups of a feature are counted from its own first one
+        for (name, jagged), lengths_B, starts_B, num_lookups in zip(
+            own.items(), lengths_FB, starts_FB, lengths_FB.sum(dim=1).tolist()
+        ):
+            spread[name] = _take(jagged, lengths_B, starts_B - first, num_lookups)
+            first += jagged.values().size(0)
+        return spread
+
+
+def _take(jagged: JaggedTensor, lengths_B: Tensor, starts_B: Tensor, num: int) -> JaggedTensor:
+    """Copies from each start the given number of lookups ``(N, D)``, in the order of the samples.
+
+    ``starts_B`` count within ``jagged``; ``num`` is the sum of the lengths.
+    """
+    # source index of output n is n + (start of its sample - sum of the lengths before the sample)
+    behind_B = starts_B - (lengths_B.cumsum(0) - lengths_B)
+    lookup_N = torch.arange(num, device=lengths_B.device)
+    lookup_N += behind_B.repeat_interleave(lengths_B, output_size=num)
+    ids_N = jagged.weights_or_none()
+    return JaggedTensor(
+        values=jagged.values().index_select(0, lookup_N),
+        lengths=lengths_B,
+        weights=None if ids_N is None else ids_N.index_select(0, lookup_N),
+    )

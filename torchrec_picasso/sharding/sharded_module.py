@@ -3,6 +3,9 @@
 A schedule drives the exchange of hot/cold tables. A module that also has stock tables is split by
 :meth:`apart <HotColdModule.apart>` into two modules over the same rows, one with the hot/cold
 tables and one with the stock tables; their outputs are joined.
+
+:class:`HotRowRefresher` finds these modules in a model and refreshes their hot sets, under any
+training loop.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -20,19 +24,21 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_picasso._torchrec import EmbeddingShardingInfo
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import SHARDING_TYPE_OF, HotColdParams
+from torchrec_picasso.refresh.policy import Refresh
+from torchrec_picasso.refresh.refresher import Refreshed, Refresher
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.valid_features import valid_features
 from torchrec_picasso.sharding.delta_tracker import lookup_tracker
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
-__all__ = ["GROUP", "HotColdModule", "is_hot_cold"]
+__all__ = ["GROUP", "HotColdModule", "HotRowRefresher", "is_hot_cold"]
 
 GROUP = "hot_cold"
 """The key of hot/cold tables in TorchRec's dictionary of tables by sharding type."""
 
 
-def _tracker_shared_with_parts(name: str) -> Any:
+def _tracker_shared_with_copies(name: str) -> Any:
     """Makes a property that is one for a module and those that its :meth:`apart` returns."""
 
     # TorchRec sets trackers before and after the copy of a module; copies share the dictionary
@@ -98,7 +104,7 @@ class HotColdModule(ABC):
         """
 
     @abstractmethod
-    def join(self, parts: Sequence[LazyAwaitable[Any]]) -> LazyAwaitable[Any]:
+    def join(self, outputs: Sequence[LazyAwaitable[Any]]) -> LazyAwaitable[Any]:
         """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
 
     @property
@@ -131,15 +137,15 @@ class HotColdModule(ABC):
         All that depends on the set of shardings is rebuilt, by the same TorchRec methods as in its
         constructor or, for input dists, with the first batch.
         """
-        part: Any = copy.copy(self)
+        subset: Any = copy.copy(self)
         # nn.Module writes submodules and buffers into these dictionaries: the copy gets its own
-        vars(part).update(_buffers=dict(part._buffers), _modules=dict(part._modules))
-        part._lookups = [self._lookups[p] for p in positions]
-        part._sharding_types = [self._sharding_types[p] for p in positions]
-        part._has_uninitialized_input_dist = True
-        part._input_dists, part._output_dists = [], []
-        part._feature_splits, part._features_order = [], []
-        return part
+        vars(subset).update(_buffers=dict(subset._buffers), _modules=dict(subset._modules))
+        subset._lookups = [self._lookups[p] for p in positions]
+        subset._sharding_types = [self._sharding_types[p] for p in positions]
+        subset._has_uninitialized_input_dist = True
+        subset._input_dists, subset._output_dists = [], []
+        subset._feature_splits, subset._features_order = [], []
+        return subset
 
     def _positions(self, *, hot_cold: bool) -> list[int]:
         """Indices of the shardings of one kind."""
@@ -160,12 +166,12 @@ class HotColdModule(ABC):
         if self.has_hot_cold or self._is_checked:
             features = valid_features(maybe_td_to_kjt(features, None))
             for sharding in self.hot_cold_shardings:
-                sharding.request_dist.sound = [features]
+                sharding.request_dist.validated = [features]
         return super().input_dist(ctx, features)  # type: ignore[misc]
 
-    post_lookup_tracker_fn = _tracker_shared_with_parts("lookup")
+    post_lookup_tracker_fn = _tracker_shared_with_copies("lookup")
     """The function that TorchRec calls after a lookup."""
-    post_odist_tracker_fn = _tracker_shared_with_parts("odist")
+    post_odist_tracker_fn = _tracker_shared_with_copies("odist")
     """The function that TorchRec calls after it has started an output dist."""
 
     def register_post_lookup_tracker_fn(self, record_fn: Callable[..., None]) -> None:
@@ -215,3 +221,42 @@ def is_hot_cold(info: EmbeddingShardingInfo) -> bool:
             f"{expected!r}"
         )
     return True
+
+
+class HotRowRefresher:
+    """Updates the hot rows of a model to what it looks up, under any pipeline.
+
+    The constructor starts the counting of accesses. In-flight batches of a pipeline get a new
+    layout when they are looked up. :class:`~torchrec_picasso.InterleavedTrainPipeline` refreshes by
+    itself if it gets ``refresh``.
+
+    Args:
+        model: ``DistributedModelParallel``, or any model with hot/cold tables.
+        refresh: Interval and thresholds of refreshes; ``None`` = the defaults.
+    """
+
+    def __init__(self, model: nn.Module, refresh: Refresh | None = None) -> None:
+        self._groups = [
+            sharding.group
+            for module in model.modules()
+            if isinstance(module, HotColdModule)
+            for sharding in module.hot_cold_shardings
+        ]
+        self._refresher = Refresher(self._groups, refresh or Refresh())
+
+    def step(self) -> Refreshed | None:
+        """Ends a training step. Collective: all ranks call it after each of their steps.
+
+        Returns:
+            The result of a refresh evaluation; ``None`` in steps without one.
+        """
+        found = self._refresher.step()
+        if found is not None and found.num_moved:
+            # rows moved; a pipeline may read them on a stream that is not known here
+            for device in {group.device for group in self._groups if group.device.type != "cpu"}:
+                torch.get_device_module(device).synchronize()
+        return found
+
+    def hot_rows(self) -> dict[str, Tensor]:
+        """The hot rows by table name, int64, ascending; tables without hot rows are left out."""
+        return self._refresher.hot_rows()

@@ -34,7 +34,7 @@ from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.placement import HotColdParams, pack_key
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.sharding.input_dist import RequestDist
+from torchrec_picasso.sharding.in_backward import RequestDist
 from torchrec_picasso.sharding.lookup import HotColdPooledLookup, HotColdSequenceLookup, Packs
 from torchrec_picasso.sharding.output_dist import HotColdOutputDist
 

@@ -10,10 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from torchrec_picasso.exchange.packed_all_to_all import PackedAllToAll
+from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
 from torchrec_picasso.exchange.ranks import Ranks
-from torchrec_picasso.ops.hot_slots import HotSlots
-from torchrec_picasso.ops.ids import IdSpace, PackedTable
+from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable
 
 __all__ = ["HotHomes", "TouchedHot"]
 
@@ -133,11 +132,7 @@ class HotHomes:
         received = replicas.new_empty(self.num_hot_rows, *replicas.shape[1:])
         # An all-gather of uneven blocks: each rank sends its h rows to all W ranks. Received rows
         # are grouped by home rank, the order of slots_by_home_H.
-        PackedAllToAll(
-            ranks,
-            [torch.cat([own] * world_size)],
-            [[own.size(0)] * world_size],
-            [received],
-            [self.counts_W],
-        ).wait()
+        sent = torch.cat([own] * world_size)
+        payload = Payload(sent, [own.size(0)] * world_size, received, self.counts_W)
+        PackedAllToAll(ranks, [payload]).wait()
         replicas[self.slots_by_home_H] = received

@@ -37,6 +37,7 @@ from torchrec_picasso.storage.memory_layout import MemoryLayout
 from torchrec_picasso.storage.row_updates import (
     ONLY_HERE,
     RowUpdate,
+    UpdatedRows,
     UpdateStep,
     new_states,
     row_update,
@@ -178,11 +179,11 @@ class RowTables(nn.Module):
         num_hot = slots_t.numel()
         home_grads, hot_grads = grads_mD.split([len(grads_mD) - num_hot, num_hot])
         summed = sum_by_row(rows_n, home_grads, self.layout.num_home_rows, *(bags or ()))
-        _apply(row_update, [rows.homes for rows in self.per_row()], *summed, step)
+        _apply(row_update, step, [rows.homes for rows in self.per_row()], *summed)
         if self.layout.num_hot_rows:
             # A slot repeats where several lookups of one graph used it.
             summed = sum_by_row(slots_t, hot_grads, self.layout.num_hot_rows)
-            _apply(row_update, [rows.replicas for rows in self.per_row()], *summed, step)
+            _apply(row_update, step, [rows.replicas for rows in self.per_row()], *summed)
 
     def _update_rows(self, rows_n: Tensor, slots_t: Tensor, grads_mD: Tensor) -> None:
         """Updates by the TBE, in which every row is a bag."""
@@ -232,11 +233,13 @@ class RowTables(nn.Module):
 
 @torch.no_grad()
 def _apply(
-    row_update: RowUpdate, tensors: list[Tensor], rows_U: Tensor, grads_UD: Tensor, step: UpdateStep
+    update: RowUpdate, step: UpdateStep, tensors: list[Tensor], rows_U: Tensor, grads_UD: Tensor
 ) -> None:
-    """Updates rows of weights and states, if there are any rows."""
+    """Updates rows of ``tensors``, the weights and the states, if there are any rows."""
+    weights_RD, *states = tensors
+    rows = UpdatedRows(weights_RD=weights_RD, states=states, rows_U=rows_U, grads_UD=grads_UD)
     if rows_U.numel():
-        row_update(tensors[0], tensors[1:], rows_U, grads_UD, step)
+        update(rows, step)
 
 
 def _side_by_side(grads_mD: Tensor, num_home: int) -> Tensor:

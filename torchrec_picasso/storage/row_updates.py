@@ -38,13 +38,14 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_picasso._torchrec import EmbOptimType, SplitTableBatchedEmbeddingBagsCodegen
-from torchrec_picasso.ops.processor import is_intel
+from torchrec_picasso.ops.order import is_intel
 
 __all__ = [
     "ONLY_HERE",
     "PARTIAL_ROW_WISE",
     "RowUpdate",
     "UpdateStep",
+    "UpdatedRows",
     "new_states",
     "row_update",
     "row_wise_adagrad",
@@ -53,7 +54,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateStep:
-    """One step of a fused optimizer. All numbers are rounded to float32, as kernel arguments are.
+    """The numbers of one step of a fused optimizer, rounded to float32, as kernel arguments are.
 
     ``number`` counts steps from 1. Adam and LAMB add ``weight_decay`` times the weight to their
     update.
@@ -89,27 +90,27 @@ def _as_float32(number: float) -> float:
     return float(torch.tensor(number, dtype=torch.float32))
 
 
-RowUpdate = Callable[[Tensor, Sequence[Tensor], Tensor, Tensor, UpdateStep], None]
-"""Updates distinct rows in place.
+@dataclass(frozen=True, kw_only=True)
+class UpdatedRows:
+    """Rows of a matrix that one step updates in place, with their state and their gradients."""
 
-Args:
-    weights: Float32, shape ``(R, D)``.
-    states: The optimizer's state tensors in FBGEMM's order, float32, shape ``(R, D)`` or ``(R,)``.
-    rows: Distinct row numbers, int64, shape ``(U,)``.
-    grads: The gradients of these rows, float32, shape ``(U, D)``; may be overwritten.
-    step: The numbers of this step.
-"""
+    weights_RD: Tensor
+    """All rows of the matrix, float32, shape ``(R, D)``."""
+    states: Sequence[Tensor]
+    """The optimizer's state in FBGEMM's order, float32, shape ``(R, D)`` or ``(R,)`` each."""
+    rows_U: Tensor
+    """Distinct numbers of the updated rows, int64, shape ``(U,)``."""
+    grads_UD: Tensor
+    """Their gradients, float32, shape ``(U, D)``; may be overwritten."""
 
 
-def row_wise_adagrad(
-    weights_RD: Tensor,
-    states: Sequence[Tensor],
-    rows_U: Tensor,
-    grads_UD: Tensor,
-    step: UpdateStep,
-) -> None:
+RowUpdate = Callable[[UpdatedRows, UpdateStep], None]
+"""An optimizer: updates the rows in place, by the numbers of this step."""
+
+
+def row_wise_adagrad(rows: UpdatedRows, step: UpdateStep) -> None:
     """``sum += mean(g^2)``, ``w -= lr g / (sqrt(sum) + eps)``; no decay. A ``RowUpdate``."""
-    (sums_R,) = states
+    (sums_R,), rows_U, grads_UD = rows.states, rows.rows_U, rows.grads_UD
     norm_U = torch.linalg.vector_norm(grads_UD, dim=1)
     before_U = sums_R.index_select(0, rows_U)
     # mean(g^2) = |g|^2 / D, shape (U,).
@@ -118,49 +119,33 @@ def row_wise_adagrad(
     # -lr / (sqrt(sum) + eps), in place of the sums, which are already copied back.
     scale_U = sums_U.sqrt_().add_(step.eps).reciprocal_().mul_(-step.learning_rate)
     steps_UD = grads_UD.mul_(scale_U.unsqueeze(1))
-    weights_RD.scatter_add_(0, rows_U.unsqueeze(1).expand_as(steps_UD), steps_UD)
+    rows.weights_RD.scatter_add_(0, rows_U.unsqueeze(1).expand_as(steps_UD), steps_UD)
 
 
-def _adam(
-    weights_RD: Tensor,
-    states: Sequence[Tensor],
-    rows_U: Tensor,
-    grads_UD: Tensor,
-    step: UpdateStep,
-) -> None:
+def _adam(rows: UpdatedRows, step: UpdateStep) -> None:
     """Adam, partial row-wise if the second state has one value per row. A ``RowUpdate``."""
-    weights_UD = weights_RD.index_select(0, rows_U)
-    steps_UD = _adam_steps(weights_UD, states, rows_U, grads_UD, step)
-    weights_RD.index_copy_(0, rows_U, weights_UD.add_(steps_UD, alpha=-step.learning_rate))
+    weights_UD = rows.weights_RD.index_select(0, rows.rows_U)
+    steps_UD = _adam_steps(weights_UD, rows, step)
+    weights_UD.add_(steps_UD, alpha=-step.learning_rate)
+    rows.weights_RD.index_copy_(0, rows.rows_U, weights_UD)
 
 
-def _lamb(
-    weights_RD: Tensor,
-    states: Sequence[Tensor],
-    rows_U: Tensor,
-    grads_UD: Tensor,
-    step: UpdateStep,
-) -> None:
+def _lamb(rows: UpdatedRows, step: UpdateStep) -> None:
     """LAMB, partial row-wise if the second state has one value per row. A ``RowUpdate``."""
-    weights_UD = weights_RD.index_select(0, rows_U)
-    steps_UD = _adam_steps(weights_UD, states, rows_U, grads_UD, step)
+    weights_UD = rows.weights_RD.index_select(0, rows.rows_U)
+    steps_UD = _adam_steps(weights_UD, rows, step)
     weight_norms_U1, step_norms_U1 = (
         torch.linalg.vector_norm(rows_UD, dim=1, keepdim=True) for rows_UD in (weights_UD, steps_UD)
     )
     # (U, 1) scales every column of a row by |w| / |u|.
     steps_UD.mul_(weight_norms_U1.div_(step_norms_U1))
-    weights_RD.index_copy_(0, rows_U, weights_UD.add_(steps_UD, alpha=-step.learning_rate))
+    weights_UD.add_(steps_UD, alpha=-step.learning_rate)
+    rows.weights_RD.index_copy_(0, rows.rows_U, weights_UD)
 
 
-def _adam_steps(
-    weights_UD: Tensor,
-    states: Sequence[Tensor],
-    rows_U: Tensor,
-    grads_UD: Tensor,
-    step: UpdateStep,
-) -> Tensor:
-    """Updates both states; returns u, shape ``(U, D)``."""
-    means_RD, squares = states
+def _adam_steps(weights_UD: Tensor, rows: UpdatedRows, step: UpdateStep) -> Tensor:
+    """Updates both states; returns u, shape ``(U, D)``, for rows of the given weights."""
+    (means_RD, squares), rows_U, grads_UD = rows.states, rows.rows_U, rows.grads_UD
     means_UD = means_RD.index_select(0, rows_U).mul_(step.beta1)
     means_UD.add_(grads_UD, alpha=1 - step.beta1)
     # Rows are distinct, so a copy back is exact; rows that were not looked up are not touched.

@@ -21,7 +21,7 @@ import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -44,6 +44,7 @@ from torchrec_picasso.proof.comparison import (
     difference_of_outputs,
 )
 from torchrec_picasso.proof.dense_part import ModelState, copy_model, dense_parameters
+from torchrec_picasso.schedule.schedule import is_depth_first
 from torchrec_picasso.train_pipeline.data_parallel import instead_of_wrapped
 from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
@@ -198,7 +199,9 @@ class CutCheck:
         losses_K: dict[int, Any] = {}
         outputs, program = [], self._program
         with self._isolated() as model, still, torch.enable_grad():
-            # all forwards first, then all backwards, as in a scheduled step
+            setting = replace(inflight.setting, num_micro_batches=len(cut.pieces_K))
+            at_once = is_depth_first(setting, inflight.shares_rows)
+            # in the order of a scheduled step
             for k in range(len(cut.pieces_K)):
                 for name, module in self._taken.modules.items():
                     # sharded modules do not run: their forward returns the rows of their output
@@ -211,10 +214,10 @@ class CutCheck:
                 losses_K[k] = program.losses.checked(losses)
                 outputs.append(output)
                 _refuse_views(output, model)
-            parts_K = [program.losses.part(losses_K, k, cut.sizes_K) for k in losses_K]
-            self._refuse_shared(parts_K)
-            for loss in reversed(parts_K):
-                loss.backward()
+                if at_once:
+                    self._backward(losses_K, [k], cut)
+            if not at_once:
+                self._backward(losses_K, list(reversed(losses_K)), cut)
             # the leaves' gradients, in the order of the samples of the whole batch
             grads: dict[str, Sequence[Tensor | None]] = {
                 f"the output of {name}": whole.joined_gradients() for name, whole in given.items()
@@ -227,6 +230,13 @@ class CutCheck:
                 grads=grads,
                 state=ModelState(model),
             )
+
+    def _backward(self, losses_K: Mapping[int, Any], indices: Sequence[int], cut: _Cut) -> None:
+        """Runs backward of some micro-batches, in this order."""
+        parts = [self._program.losses.part(losses_K, k, cut.sizes_K) for k in indices]
+        self._refuse_shared(parts)
+        for loss in parts:
+            loss.backward()
 
     def _refuse_shared(self, losses: Sequence[Tensor]) -> None:
         """Refuses losses whose backward would reach the model itself instead of its copy.

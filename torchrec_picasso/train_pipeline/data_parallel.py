@@ -2,7 +2,7 @@
 
 A step of one micro-batch calls the wrapper and runs one backward, as any training loop does: all
 features of the wrapper (communication hooks, buffers, a static graph, optimizers in backward) work
-as usual. A step of K micro-batches runs K forwards, then K backwards. The forwards run under
+as usual. A step of K micro-batches runs K forwards and K backwards. The forwards run under
 ``no_sync``, and the last backward is announced to the wrapper's reducer, as in the schedules of
 ``torch.distributed.pipelining``. Gradients thus add up, and DDP reduces their sums once.
 

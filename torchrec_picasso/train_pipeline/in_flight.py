@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -24,6 +24,7 @@ from torchrec_picasso.exchange.waiting import OP_RANGE, named_range
 from torchrec_picasso.schedule.schedule import (
     NUM_BATCHES,
     Op,
+    Schedule,
     Setting,
     evaluation_schedule,
     first_batch_schedule,
@@ -46,6 +47,15 @@ _log = logging.getLogger(__name__)
 _LEADING = ("lay_out", "request")
 
 
+@dataclass(frozen=True)
+class _Work:
+    """The model in the pipeline, and what runs it."""
+
+    taken: PipelinedModel
+    program: Program
+    operations: Operations
+
+
 class InFlight:
     """A queue of at most three batches: of this step, of the next, and of the one after."""
 
@@ -65,9 +75,7 @@ class InFlight:
         self._lifecycle = lifecycle
         self._id_stream = id_stream
         self._inflights: deque[InFlightBatch] = deque()
-        self._taken: PipelinedModel | None = None
-        self._program: Program | None = None
-        self._operations: Operations | None = None
+        self._work: _Work | None = None
         self._peers: Peers | None = None
         self._op: Op | str = ""
         self._led: set[Op] = set()  # operations that ran ahead of a step that has not begun
@@ -82,10 +90,21 @@ class InFlight:
         """The batch of this step."""
         return self._inflights[0]
 
+    def schedule(self, *settings: Setting) -> Schedule:
+        """Returns the schedule of a training step on batches with these settings, by the plan's
+        waves of packs and order of micro-batches, which are known from the first step on."""
+        waves = self._num_waves
+        return training_schedule(*settings, num_waves=waves, shares_rows=self._shares_rows)
+
     @property
-    def num_waves(self) -> int:
-        """Waves that the plan gives the packs; known from the first step on."""
-        return 1 if self._taken is None else self._taken.num_waves
+    def _num_waves(self) -> int:
+        return 1 if self._work is None else self._work.taken.num_waves
+
+    @property
+    def _shares_rows(self) -> bool:
+        # a ratio needs the sums over all micro-batches before the first backward, as rows do
+        is_ratio = self._options.loss_reduction == "ratio"
+        return is_ratio or self._work is None or self._work.taken.shares_rows
 
     def work_with(
         self,
@@ -94,9 +113,9 @@ class InFlight:
         wait_plain: Callable[[TrainPipelineContext], None],
     ) -> None:
         """Sets the model that the operations of schedules run, see :class:`.Operations`."""
-        self._taken, self._program = taken, program
         self._feed.asks_ahead = taken.has_stock_means
-        self._operations = Operations(program, taken, self._id_stream, wait_plain)
+        operations = Operations(program, taken, self._id_stream, wait_plain)
+        self._work = _Work(taken, program, operations)
 
     def fetch_first(self, batches: Iterator[Any]) -> Fetched:
         """Fetches the batch of a step while no batch is in flight. Collective.
@@ -150,13 +169,15 @@ class InFlight:
         """
         inflight, settings = self.first, [inflight.setting for inflight in self._inflights]
         is_training = self._model.training
-        make = training_schedule if is_training else evaluation_schedule
-        schedule = make(*settings, num_waves=self.num_waves)
+        schedule = (
+            self.schedule(*settings)
+            if is_training
+            else evaluation_schedule(*settings, num_waves=self._num_waves)
+        )
         self._cuts.start_step()
         if is_training:
             # first of all: it passes learning rates to FBGEMM, and may change the model
-            assert self._program is not None
-            self._program.zero_grad()
+            self._given.program.zero_grad()
         agreement = self._ask()
         with self._lifecycle.in_step():
             self._lead(schedule)
@@ -164,7 +185,6 @@ class InFlight:
             if flags.homes_written:
                 for rows in inflight.rows:
                     rows.fetch_again()
-                assert self._taken is not None
                 self._num_updates = self._taken.num_updates
         if not is_training:
             inflight.is_whole = True
@@ -174,7 +194,6 @@ class InFlight:
         inflight.is_whole = counts_gradients(self._model)
         self._cuts.decide(inflight, flags.model_changed)
         self._run(schedule)
-        assert self._taken is not None
         self._num_updates = self._taken.num_updates
         self._cuts.end_step(settings)
 
@@ -199,6 +218,16 @@ class InFlight:
         self._lifecycle.reset()
 
     @property
+    def _given(self) -> _Work:
+        """What :meth:`work_with` was given."""
+        assert self._work is not None
+        return self._work
+
+    @property
+    def _taken(self) -> PipelinedModel:
+        return self._given.taken
+
+    @property
     def _pg(self) -> dist.ProcessGroup:
         return process_group_of(self._model)
 
@@ -210,7 +239,6 @@ class InFlight:
 
     def _ask(self) -> Agreement:
         """Starts to agree with all ranks on the flags of a step. Collective."""
-        assert self._taken is not None
         # another pipeline, or a loop while the model was detached, may have trained the same tables
         was_trained = self._taken.num_updates != self._num_updates
         flags = Flags(
@@ -222,7 +250,6 @@ class InFlight:
 
     def _agreed(self, agreement: Agreement) -> Flags:
         """Returns the flags of all ranks, or raises a rank's refusal on all ranks. Collective."""
-        assert self._taken is not None
         self._op = "agreement of ranks"
         flags = agreement.wait()
         if flags.refused:
@@ -248,15 +275,13 @@ class InFlight:
 
     def _run(self, schedule: Iterable[Op]) -> None:
         """Runs the operations of a schedule on those of its batches that exist. Collective."""
-        assert self._operations is not None
-        assert self._taken is not None
         with self._lifecycle.in_step():
             for op in schedule:
                 if op.batch < len(self._inflights) and op not in self._led:
                     self._op = op
                     in_postprocs = self._taken.postprocs.for_op(op, self._inflights[op.batch])
                     with named_range(OP_RANGE, op), in_postprocs:
-                        self._operations.run(op, self._inflights)
+                        self._given.operations.run(op, self._inflights)
                     if self._inflights[-1].is_end:  # other operations of the batch are left out
                         self._feed.has_ended = True
                         self._inflights.pop()
@@ -269,11 +294,10 @@ class InFlight:
 
     def _fetch_rows(self) -> None:
         """Fetches the rows of the first batch before any step. Collective."""
-        assert self._taken is not None
         if self._agreed(self._ask()).homes_written:
             self._taken.apply_writes()
         self._num_updates = self._taken.num_updates
-        self._run(first_batch_schedule(self.first.setting, num_waves=self.num_waves))
+        self._run(first_batch_schedule(self.first.setting, num_waves=self._num_waves))
 
     def _prepared(self, fetched: Fetched) -> InFlightBatch:
         """Prepares a batch by the current setting.
@@ -301,7 +325,6 @@ class InFlight:
         A batch of few samples, or one that cannot be split, becomes the first micro-batch, and the
         others are empty. Other ranks may still split theirs.
         """
-        assert self._taken is not None
         batch = fetched.batch
         with self._id_stream.working():
             self._id_stream.take_batch(batch)
@@ -318,4 +341,11 @@ class InFlight:
                         reason = reason_of(error)
                         _log.info("a batch is trained whole, it cannot be split: %s", reason)
                     sizes_K = [num_samples, *[0] * (setting.num_micro_batches - 1)]
-        return InFlightBatch(fetched, setting, sizes_K, micro_batches_K, inputs)
+        return InFlightBatch(
+            fetched,
+            setting,
+            sizes_K,
+            micro_batches_K,
+            inputs,
+            shares_rows=self._shares_rows,
+        )

@@ -15,7 +15,7 @@ from torchrec_picasso.batches.feed import AnyData, Fetched
 from torchrec_picasso.rows.batch_gradients import BatchGradients
 from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.request import RowRequest
-from torchrec_picasso.schedule.schedule import Setting
+from torchrec_picasso.schedule.schedule import Setting, backward_order
 from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput, UnsplitOutput
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup, ModuleInput
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
@@ -48,6 +48,8 @@ class InFlightBatch:
     outputs_K: dict[int, Any] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     """Names of interleaved modules that received a gradient."""
+    shares_rows: bool = True
+    """Whether micro-batches may not run depth first, see :func:`.is_depth_first`."""
     is_whole: bool = False
     """Whether the model runs on the whole batch, although rows travel by micro-batch."""
     is_end: bool = False
@@ -97,10 +99,27 @@ class InFlightBatch:
     def runs_backward_at(self, index: int) -> bool:
         """Whether a backward runs at the schedule's slot for one micro-batch.
 
-        The backward of a whole batch runs in the first backward slot, which is that of the last
-        micro-batch: from there on gradients of rows are sent.
+        The backward of a whole batch runs in the first backward slot: from there on gradients of
+        rows are sent.
         """
-        return index == len(self.sizes_K) - 1 if self.is_whole else index in self.run_indices
+        return index == self._order[0] if self.is_whole else index in self.run_indices
+
+    def is_last_slot(self, index: int) -> bool:
+        """Whether the schedule has no slot for a backward after that of one micro-batch.
+
+        All ranks reduce dense gradients and run backward of full-batch outputs there, also those
+        whose micro-batch has no samples, so that all start collectives in the same order.
+        """
+        return index == self._order[-1]
+
+    @property
+    def is_one_backward(self) -> bool:
+        """Whether the model runs once, and dense gradients are reduced in its only backward."""
+        return self.is_whole or self.run_indices == [self._order[-1]]
+
+    @property
+    def _order(self) -> Sequence[int]:
+        return backward_order(self.setting, self.shares_rows)
 
     def acquire(
         self, run: int, name: str, number: int, group: int, weights: Tensor | None
@@ -157,7 +176,7 @@ class InFlightBatch:
 
     def _whole(self, output: Any, name: str) -> FullBatchOutput | UnsplitOutput:
         """Wraps a full-batch output; one run of the model needs no split of it."""
-        return (UnsplitOutput if len(self.run_sizes) == 1 else FullBatchOutput)(output, name)
+        return (UnsplitOutput if self.is_one_backward else FullBatchOutput)(output, name)
 
     def compute_full_outputs(self, plain: Mapping[str, Any]) -> None:
         """Computes the non-interleaved modules once per batch. Collective."""

@@ -23,7 +23,7 @@ from torchrec_picasso.exchange.waiting import STEP_RANGE, named_range
 from torchrec_picasso.refresh.policy import Refresh
 from torchrec_picasso.refresh.refresher import Refreshed
 from torchrec_picasso.refresh.saved_uses import SavedUses
-from torchrec_picasso.schedule.schedule import Schedule, Setting, training_schedule
+from torchrec_picasso.schedule.schedule import Schedule, Setting
 from torchrec_picasso.sharding.delta_tracker import begin_batch
 from torchrec_picasso.train_pipeline.cuts import Cuts
 from torchrec_picasso.train_pipeline.evidence import CutEvidence
@@ -211,7 +211,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     @property
     def schedule(self) -> Schedule:
         """The operations of a training step, in order."""
-        return training_schedule(self._cuts.current, num_waves=self._in_flight.num_waves)
+        return self._in_flight.schedule(self._cuts.current)
 
     # -- TorchRec's contract -------------------------------------------------------------------
 

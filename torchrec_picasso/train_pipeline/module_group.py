@@ -71,12 +71,13 @@ class ModuleGroup:
     ) -> RowRequest:
         """Starts to request the rows of a batch, from each module's input for it. Collective."""
         modules = self.modules.values()
-        sound = [valid_features(_features_in(m, inputs[name])) for name, m in self.modules.items()]
-        features_of = [self._features_of(module, kjt) for module, kjt in zip(modules, sound)]
+        given = [_features_in(module, inputs[name]) for name, module in self.modules.items()]
+        validated = list(map(valid_features, given))
+        by_module = [self._features_of(module, kjt) for module, kjt in zip(modules, validated)]
         # VBE rows belong to no micro-batch
         sizes = None if self._is_odd else sizes_K
         with torch.no_grad():
-            ids = BatchIds.read(features_of, self.rows, sizes, has_data, sound)
+            ids = BatchIds.read(by_module, self.rows, sizes, has_data, validated)
             return RowRequest(self.rows, ids)
 
     def _features_of(

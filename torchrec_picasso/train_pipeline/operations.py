@@ -160,9 +160,9 @@ class Operations:
         inflight.compute_full_outputs(self._taken.plain)
         for name, module in self._taken.plain.items():
             module.forward.give(inflight.full_outputs[name].part(inflight.run_sizes, run))
-        is_single_run = len(inflight.run_sizes) == 1
-        # with several micro-batches, DDP reduces only in the last backward (_run_backward)
-        with nullcontext() if is_single_run else without_reduction(self._program.model):
+        # with several micro-batches, DDP reduces only in the last backward
+        is_one = inflight.is_one_backward
+        with nullcontext() if is_one else without_reduction(self._program.model):
             losses, output = self._program.forward(inflight.run_batch(run))
         inflight.outputs_K[index] = output
         if self._program.model.training:  # in evaluation losses may have any form
@@ -170,27 +170,28 @@ class Operations:
 
     def _backward(self, inflight: InFlightBatch, index: int) -> None:
         """Runs backward of one micro-batch, and after the last one that of full-batch outputs."""
+        if inflight.is_last_slot(index) and not inflight.is_one_backward:
+            announce_last_backward(self._program.model)
+            if not inflight.runs_backward_at(index):
+                no_gradients(self._program.model).backward()
         if inflight.runs_backward_at(index):
             self._run_backward(inflight, 0 if inflight.is_whole else index)
-        if index == 0:
-            # index 0 runs last: the leaves of full-batch outputs now have all their gradients
+        if inflight.is_last_slot(index):
+            # the leaves of full-batch outputs now have all their gradients
             for whole in inflight.full_outputs.values():
                 whole.backward()
             self._note_trained(inflight)
 
     def _run_backward(self, inflight: InFlightBatch, index: int) -> None:
-        """Runs backward of one micro-batch; DDP reduces in that of micro-batch 0, the last one.
+        """Runs backward of one micro-batch.
 
         An empty batch, which replaces data that has ended, adds nothing to the gradients. Its
         backward still runs, because DDP waits for it.
         """
         program, model = self._program, self._program.model
-        is_single_run = len(inflight.run_sizes) == 1
-        if is_single_run and inflight.has_data:
+        if inflight.is_one_backward and inflight.has_data:
             program.backward(program.losses.whole(inflight.losses_K[index]))
             return
-        if index == 0 and not is_single_run:
-            announce_last_backward(model)
         if not inflight.has_data:
             loss = program.losses.stand_in(inflight.losses_K[index])
             loss = loss * 0.0 if loss.requires_grad else no_gradients(model)

@@ -141,6 +141,11 @@ class PipelinedModel:
         return max((group.num_waves for group in self.groups), default=1)
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether micro-batches of any group use the same rows."""
+        return any(route.shares_rows for group in self.groups for route in group.rows.routes)
+
+    @property
     def planned_micro_batches(self) -> int | None:
         """Number of micro-batches that the plan was priced for; ``None`` = not in the plan."""
         for module in self.interleaved.values():

@@ -75,8 +75,8 @@ class ProcessedModule:
         Those of this module, which has position ``number`` in the group, have their graph; those of
         other modules are as the batch has them.
         """
-        features_of = rows.layout.features_of
-        features, apply = features_of[number], self._module.apply_feature_processors_to_kjt_list
+        by_module = rows.layout.features_by_module
+        features, apply = by_module[number], self._module.apply_feature_processors_to_kjt_list
         # KeyedJaggedTensor.to_dict raises for a batch without samples, which needs no weights
         (made,) = apply(KJTList([features])) if features.lengths().numel() else (features,)
         weights_N = made.weights()
@@ -85,10 +85,10 @@ class ProcessedModule:
         if parameters:
             weights_N = weights_N + 0.0 * torch.cat(parameters).sum()
         given_N = rows.layout.weights_N
-        if len(features_of) == 1 or given_N is None:
+        if len(by_module) == 1 or given_N is None:
             return weights_N
         # weights of the group are concatenated by module; this module's span is replaced
-        start = sum(features.values().numel() for features in features_of[:number])
+        start = sum(features.values().numel() for features in by_module[:number])
         end = start + weights_N.numel()
         return torch.cat([given_N[:start], weights_N, given_N[end:]])
 

@@ -5,27 +5,31 @@ feature): each feature of a KeyedJaggedTensor has its own batch size, and its in
 each sample's row. The lookup and the pooling work on the feature's own rows, each once; the output
 is then expanded to the samples. Autograd sums the gradients of all samples with the same row.
 
+TorchRec's own expansion is exact for bags; sequences are expanded in ``sharding/sharded_ec.py``.
+
 The samples of such features cannot be split, so the batch stays whole. The code calls VBE features
 "odd".
 
-Shape letters: B samples, F features, N lookups.
+Shape letters: B samples, D dim, F features, N lookups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchrec.distributed.types import LazyAwaitable
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_picasso.errors import CompatError
+from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.batch_rows import PartRows
-from torchrec_picasso.rows.cut import padded
-from torchrec_picasso.sharding.spread import SpreadBags, SpreadSequences
+from torchrec_picasso.rows.valid_features import padded
+from torchrec_picasso.sharding.sharded_ec import SpreadSequences
 
 __all__ = ["VariableBatchFeatures", "check_inverse_indices", "spread"]
 
@@ -74,11 +78,11 @@ def check_inverse_indices(given: KeyedJaggedTensor) -> None:
 
 def spread(module: Any, rows: PartRows) -> LazyAwaitable[Any]:
     """Computes a module's output from the whole batch's VBE features, expanded to the samples."""
-    features = rows.rows.layout.features_of[rows.module]
+    features = rows.rows.layout.features_by_module[rows.module]
     assert isinstance(features, VariableBatchFeatures)
     strides_F, row_FB = features.stride_per_key(), features.row_of_sample_FB
     if module.group.plan.takes_weights:
-        return SpreadBags(module.output(rows), strides_F, row_FB)
+        return _SpreadBags(module.output(rows), strides_F, row_FB)
     padded = _PaddedRows(**{field.name: getattr(rows, field.name) for field in fields(rows)})
     if row_FB is None:
         return module.output(padded)
@@ -94,4 +98,44 @@ class _PaddedRows(PartRows):
 
     @property
     def features(self) -> KeyedJaggedTensor:
-        return padded(self.rows.layout.features_of[self.module])
+        return padded(self.rows.layout.features_by_module[self.module])
+
+
+class _SpreadBags(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
+    """Pooled rows of VBE features, expanded to one row per sample: ``(B, sum of D)``.
+
+    The values of ``own`` are flat, feature by feature, ``rows_F`` rows each. The inverse index
+    names each sample's row, counted within its feature; without it all features have the batch's
+    samples, and nothing is expanded.
+    """
+
+    def __init__(
+        self,
+        own: LazyAwaitable[KeyedTensor],
+        rows_F: Sequence[int],
+        row_of_sample_FB: Tensor | None,
+    ) -> None:
+        super().__init__()
+        self._own = own
+        self._rows_F = rows_F
+        self._row_of_sample_FB = row_of_sample_FB
+
+    def _wait_impl(self) -> KeyedTensor:
+        own, rows_F, row_of_sample_FB = self._own.wait(), self._rows_F, self._row_of_sample_FB
+        dims_F = own.length_per_key()
+        if row_of_sample_FB is None:
+            # flat -> (B, D) per feature -> (B, sum of D)
+            blocks_F = own.values().split([rows * dim for rows, dim in zip(rows_F, dims_F)])
+            values = torch.cat([block.view(-1, dim) for block, dim in zip(blocks_F, dims_F)], dim=1)
+            return KeyedTensor(own.keys(), dims_F, values)
+        num_samples = row_of_sample_FB.size(1)
+        # one gather for all features: flat and (F B) -> (B, sum of D), by sample
+        values = torch.ops.fbgemm.batch_index_select_dim0(
+            inputs=own.values(),
+            indices=keep_for_current_stream(row_of_sample_FB).reshape(-1),
+            input_num_indices=[num_samples] * len(dims_F),
+            input_rows=rows_F,
+            input_columns=dims_F,
+            permute_output_dim_0_1=True,
+        )
+        return KeyedTensor(own.keys(), dims_F, values.view(num_samples, sum(dims_F)))

@@ -31,7 +31,7 @@ from torchrec_picasso.app.runs.placements import STOCK_PLACEMENTS, Placement
 from torchrec_picasso.app.runs.trainer import Trainer
 from torchrec_picasso.app.zoo.data.source import BatchSource
 from torchrec_picasso.app.zoo.registry import make_source
-from torchrec_picasso.exchange.meter import WireCount, WireMeter
+from torchrec_picasso.exchange.tally import WireCount, WireMeter
 from torchrec_picasso.schedule.schedule import Setting
 
 _STOCK_PIPELINE = PipelineConfig(kind="sparse_dist")

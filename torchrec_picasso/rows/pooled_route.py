@@ -30,21 +30,21 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
+from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import incoming_bag_order, reorder_bags
-from torchrec_picasso.ops.fetch_order import (
+from torchrec_picasso.ops.ids import PackedTable, shift_rows
+from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
     FetchOrder,
     dirty_exchange,
     find_fetch_order,
 )
-from torchrec_picasso.ops.ids import PackedTable, shift_rows
-from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.segment_reduction import mean_scale, mean_weights
 from torchrec_picasso.placement import owner_pooled_waves
-from torchrec_picasso.rows.routes.route import (
+from torchrec_picasso.rows.route import (
     IncomingRequests,
     PackLayout,
-    Payload,
     Pooling,
     Route,
     RouteFeatures,
@@ -67,6 +67,7 @@ class PooledRoute(Route):
     """Tables whose bags are pooled by home ranks. Arguments as for :class:`Route`."""
 
     name = "bags"
+    shares_rows = False  # a bag is of one sample
     needs_one_batch_size = True  # home ranks get one number of samples per rank
 
     def __post_init__(self) -> None:
@@ -160,21 +161,21 @@ class _Request(RouteRequest):
 
     def ids(self, dtype: torch.dtype) -> list[Payload]:
         payloads: list[Payload] = []
-        for pack, features_W in enumerate(self._route.features_by_home):
-            lookups_W, incoming_W = self._lookups_AW[pack], self._incoming_lookups_AW[pack]
+        for p, features_W in enumerate(self._route.features_by_home):
+            lookups_W, incoming_W = self._lookups_AW[p], self._incoming_lookups_AW[p]
             own_features = features_W[self._route.ranks.rank]
             # One entry (sent, sent_W, received_W) per vector. Lengths: one per (sample, feature).
             vectors = [
-                (self._rows_A[pack], lookups_W, incoming_W),
+                (self._rows_A[p], lookups_W, incoming_W),
                 (
-                    self._lengths_A[pack],
+                    self._lengths_A[p],
                     [sum(self._sizes_K) * features for features in features_W],
                     [sum(sizes_K) * own_features for sizes_K in self._samples_WK],
                 ),
             ]
             if self._weights_A is not None:
                 # float32 weights are sent as their bits in the integer payload.
-                bits = self._weights_A[pack].contiguous().view(torch.int32)
+                bits = self._weights_A[p].contiguous().view(torch.int32)
                 vectors.append((bits, lookups_W, incoming_W))
             own = [
                 Payload(
@@ -188,7 +189,7 @@ class _Request(RouteRequest):
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
         plan, features_AW = self._route.plan, self._route.features_by_home
-        layouts = [self._pack_layout(pack, first_matrix + pack) for pack in range(plan.num_packs)]
+        layouts = [self._pack_layout(p, first_matrix + p) for p in range(plan.num_packs)]
         edges_K1 = [*accumulate(self._sizes_K, initial=0)]
         pooling_KM: list[list[Pooling]] = [
             [
@@ -207,10 +208,10 @@ class _Request(RouteRequest):
         ]
         return layouts, pooling_KM
 
-    def _pack_layout(self, pack: int, matrix: int) -> PackLayout:
-        requests = self._incoming_bags(pack)
+    def _pack_layout(self, p: int, matrix: int) -> PackLayout:
+        requests = self._incoming_bags(p)
         nothing = requests.home_rows_n.new_empty(0)
-        features_W = self._route.features_by_home[pack]
+        features_W = self._route.features_by_home[p]
         bags_KW = [[size * features for features in features_W] for size in self._sizes_K]
         return PackLayout(
             matrix=matrix,
@@ -224,11 +225,11 @@ class _Request(RouteRequest):
             requests=requests,
         )
 
-    def _incoming_bags(self, pack: int) -> _IncomingBags:
-        """Builds the incoming requests of one pack from the received ids."""
-        mean_F, rank = self._route.plan.mean_MF[pack], self._route.ranks.rank
-        rows, lengths, *weight_bits = self._received_A[pack]
-        *_, first, end = accumulate(self._route.features_by_home[pack][: rank + 1], initial=0)
+    def _incoming_bags(self, p: int) -> _IncomingBags:
+        """Builds the incoming requests of pack ``p`` from the received ids."""
+        mean_F, rank = self._route.plan.mean_MF[p], self._route.ranks.rank
+        rows, lengths, *weight_bits = self._received_A[p]
+        *_, first, end = accumulate(self._route.features_by_home[p][: rank + 1], initial=0)
         num_features = end - first
         # From (rank, feature, sample) order to (micro-batch, rank, sample, feature) order.
         ordered = reorder_bags(
@@ -336,7 +337,7 @@ class _PooledBags(Pooling):
     """The bags of one micro-batch in their matrix, pooled by their home ranks.
 
     There is a piece per home rank that pools features, a view ``(n, F_w D)`` of the matrix: columns
-    of the output. Home ranks applied all factors.
+    of the output. Home ranks applied all scales.
     """
 
     gives_views = True

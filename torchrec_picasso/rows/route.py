@@ -3,7 +3,7 @@
 The engine loops over the routes of a group and over their packs, and joins what they send into one
 collective per operation. The route decides everything else: :class:`RouteRequest` the header words,
 ids, dirty mask and layout of a batch, :class:`IncomingRequests` fetch and update at the home rank
-of a pack, :class:`Pooling` the pooling of a micro-batch and its gradients.
+of a pack, :class:`Pooling` the pooling of a micro-batch (here a part) and its gradients.
 
 Shape letters: F features, K parts, W ranks, N lookups, S bags, D dim; n and m rows.
 """
@@ -14,25 +14,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
+from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.exchange.ranks import Ranks
-from torchrec_picasso.ops.fetch_order import ExchangeSplits, FetchOrder
-from torchrec_picasso.ops.hot_slots import HotSlots
-from torchrec_picasso.ops.ids import IdSpace, PackedTable
+from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.ops.row_order import ExchangeSplits, FetchOrder
 from torchrec_picasso.storage.hot_homes import TouchedHot
 from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = [
     "IncomingRequests",
     "PackLayout",
-    "Payload",
     "Pooling",
     "Route",
     "RouteFeatures",
@@ -50,6 +49,8 @@ class Route(ABC):
 
     name: ClassVar[str]
     """Value of :attr:`.HotColdParams.form` that chooses the route."""
+    shares_rows: ClassVar[bool] = True
+    """Whether a row that arrived for one micro-batch is used by later ones."""
     needs_one_batch_size: ClassVar[bool] = False
     """Whether variable-batch (VBE) features are padded to one batch size."""
 
@@ -79,7 +80,10 @@ class Route(ABC):
 
     @property
     def features_of_blocks(self) -> Sequence[int]:
-        """Numbers of features of consecutive blocks; the host learns the lookups of each block."""
+        """Number of features of each block; the host learns the number of lookups of a block.
+
+        A block is a run of features whose lookups go the same way: by default all features.
+        """
         return (self.num_features,)
 
     def id_ranges(self) -> Iterator[tuple[PackedTable, int, int]]:
@@ -135,15 +139,6 @@ class RouteFeatures:
     """Lookups of each of the route's ``features_of_blocks``."""
 
 
-class Payload(NamedTuple):
-    """A share of one exchange: a vector to send and a vector to receive, both grouped by rank."""
-
-    sent: Tensor
-    sent_W: Sequence[int]
-    received: Tensor
-    received_W: Sequence[int]
-
-
 class RouteRequest(ABC):
     """The request of one route for one batch; methods are called in order."""
 
@@ -189,7 +184,10 @@ class IncomingRequests(ABC):
 
     @abstractmethod
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
-        """Returns the vectors of an exchange, grouped by destination rank: float32, ``(n, D)``."""
+        """Returns the vectors of one exchange, by destination rank: float32, ``(n, D)``.
+
+        ``exchange`` is its number in fetch order, see ``ops/row_order.py``.
+        """
 
     @abstractmethod
     def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
@@ -230,7 +228,7 @@ class Pooling(ABC):
         return None
 
     def scales(self, weights_N: Tensor | None) -> Tensor | None:
-        """Combines weights and mean factors, ``(N,)``; ``None`` = all factors are 1."""
+        """Combines weights with the factors of means: scales, ``(N,)``; ``None`` = all are 1."""
         return None
 
     @abstractmethod
@@ -246,7 +244,7 @@ class Pooling(ABC):
         """Computes the gradients of the vectors, ``(n, D)``, from those of the pieces."""
 
     def gradient_of_scales(self, grads: Sequence[Tensor], rows_RD: Tensor) -> Tensor | None:
-        """Computes the gradients of the factors, ``(N,)``, from those of the pieces."""
+        """Computes the gradients of the scales, ``(N,)``, from those of the pieces."""
         return None
 
     @abstractmethod

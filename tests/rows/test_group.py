@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchrec_picasso.storage.row_buffers import RowBuffers
+from torchrec_picasso.rows.group import RowBuffers
 
 
 def test_given_back_memory_is_used_again_also_by_a_smaller_matrix() -> None:

@@ -16,7 +16,7 @@ lookahead, two fetch orders; two more for several micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -25,17 +25,25 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
+from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import bag_order, reorder_bags
-from torchrec_picasso.ops.fetch_order import ExchangeSplits, FetchOrder, find_fetch_order
-from torchrec_picasso.ops.hot_slots import pack_bits
+from torchrec_picasso.ops.ids import pack_bits
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.part_pooling import (
+    BatchCut,
     PartPooling,
     count_lookups,
     cut_pooling,
     part_of_lookup,
 )
-from torchrec_picasso.ops.request_order import fetch_positions, first_use_chunks, locate_rows
+from torchrec_picasso.ops.row_order import (
+    ExchangeSplits,
+    FetchOrder,
+    fetch_positions,
+    find_fetch_order,
+    first_use_chunks,
+    locate_rows,
+)
 from torchrec_picasso.ops.segment_reduction import (
     gradient_of_rows,
     gradient_of_weights,
@@ -43,11 +51,9 @@ from torchrec_picasso.ops.segment_reduction import (
     pool_rows,
 )
 from torchrec_picasso.ops.unique import unique_rows
-from torchrec_picasso.rows.cut import BatchCut
-from torchrec_picasso.rows.routes.route import (
+from torchrec_picasso.rows.route import (
     IncomingRequests,
     PackLayout,
-    Payload,
     Pooling,
     Route,
     RouteFeatures,
@@ -65,6 +71,11 @@ class RowRoute(Route):
 
     name = "rows"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._bag_orders = lru_cache(maxsize=1)(bag_order)
+        """The permutation of bags, kept for batches of the same sizes."""
+
     @cached_property
     def plan(self) -> PackPlan:
         """Waves of the placement, and a matrix for neighbouring packs of one dim."""
@@ -79,10 +90,6 @@ class RowRoute(Route):
         """Finds the unique rows of a batch."""
         return _Request(self, features)
 
-    @cached_property
-    def _last_order(self) -> Callable[..., Tensor]:
-        return lru_cache(maxsize=1)(bag_order)
-
     def _bag_order(self, sizes_K: Sequence[int | None]) -> Tensor | None:
         """Returns the permutation of bags to matrix-major order; ``None`` = bags keep theirs."""
         sizes = tuple(size for size in sizes_K if size is not None)
@@ -90,7 +97,7 @@ class RowRoute(Route):
             return None
         if not any(self.plan.is_sequence_M):
             sizes = (sum(sizes),)  # the order of pooled bags does not depend on the split
-        return self._last_order(self.plan.features_M, self.plan.is_sequence_M, sizes, self.device)
+        return self._bag_orders(self.plan.features_M, self.plan.is_sequence_M, sizes, self.device)
 
 
 class _Request(RouteRequest):
@@ -101,7 +108,7 @@ class _Request(RouteRequest):
         self._sizes_K = features.sizes_K
         self.cut = cut = BatchCut.from_strides(features.strides_F, features.sizes_K, route.plan)
         # Packed ids (N,) -> bag order (N,) -> unique rows (U,) -> request order (U,).
-        lookups_F = _lookups_per_feature(features)
+        lookups_F = count_lookups(features.offsets_S1, features.strides_F)
         packed_N, self.outside_ids = route.space.pack_ids(features.values_N, lookups_F)
         self.bags = reorder_bags(
             packed_N,
@@ -113,7 +120,7 @@ class _Request(RouteRequest):
         source_N, first = self.bags.source_N, features.first_lookup
         self._source_N = source_N + first if source_N is not None and first else source_N
         self.rows = unique_rows(self.bags.ids_N)
-        lookups_J = count_lookups(self.bags, cut.bags_by_run)
+        lookups_J = count_lookups(self.bags.offsets_S1, cut.bags_by_run)
         self.part_N = chunk_U = None
         # With one micro-batch all rows are in chunk 0, so no chunk has to be computed.
         if cut.num_parts > 1:
@@ -125,7 +132,7 @@ class _Request(RouteRequest):
         self.words = RouteWords(
             sent=[
                 counts_PQ[:, 1:].reshape(-1, size).t(),
-                pack_bits(self.located.touched_H).expand(size, -1),
+                pack_bits(self.located.is_used_H).expand(size, -1),
             ],
             kept=[counts_PQ.reshape(-1), lookups_J],
         )
@@ -148,11 +155,11 @@ class _Request(RouteRequest):
         counts = [
             n for h, outgoing in zip(self._hot_P, self._outgoing_P) for n in (h, outgoing.num_rows)
         ]
-        parts = located.target_U.split(counts)
+        targets = located.target_U.split(counts)
         # Slots count from 0 in each pack, because a storage keeps the replicas of one pack.
         starts_P = route.hot.start_P1
-        self._hot_slots_P = [s - start if start else s for s, start in zip(parts[::2], starts_P)]
-        self._cold_P = parts[1::2]
+        self._hot_slots_P = [s - start if start else s for s, start in zip(targets[::2], starts_P)]
+        self._cold_P = targets[1::2]
 
     def ids(self, dtype: torch.dtype) -> list[Payload]:
         self.incoming_rows_P = [
@@ -196,12 +203,10 @@ class _Request(RouteRequest):
             self.rows,
             self.located,
             fetch_positions(self.located, self._hot_P, [pack.outgoing_by_fetch for pack in packs]),
+            cut,
             part_N=self.part_N,
-            bags_MK=cut.bags_by_part,
             lookups_MK=[[sum(runs) for runs in runs_K] for runs_K in self._lookups_MKJ],
             rows_M=[sum(pack.num_rows for pack in packs[matrix]) for matrix in plan.matrices],
-            mean_MK=cut.mean_MK,
-            is_sequence_M=plan.is_sequence_M,
         )
         pooling_KM: list[list[Pooling]] = [
             [
@@ -221,31 +226,32 @@ class _Request(RouteRequest):
     def _pack_layouts(self, first_matrix: int) -> list[PackLayout]:
         """Returns the layouts of the packs, in fetch order if the dirty mask is known."""
         storages = self._route.storages
-        orders = [self._fetch_orders(pack) for pack in range(len(storages))]
+        orders = [self._fetch_orders(p) for p in range(len(storages))]
         rows_P = [hot + outgoing.num_rows for hot, outgoing in zip(self._hot_P, self._outgoing_P)]
         # Packs of one matrix follow each other: start = rows of the packs before it in the matrix.
         return [
             PackLayout(
                 matrix=first_matrix + matrix,
                 start=start,
-                hot_slots=self._hot_slots_P[pack],
-                touched=storages[pack].hot_homes.touched(self._touched_P[pack]),
-                outgoing=self._outgoing_P[pack],
-                outgoing_by_fetch=orders[pack][0],
-                incoming=self._incoming_P[pack],
-                requests=_IncomingRows.build(self.incoming_rows_P[pack], orders[pack][1]),
+                hot_slots=self._hot_slots_P[p],
+                touched=storages[p].hot_homes.touched(self._touched_P[p]),
+                outgoing=self._outgoing_P[p],
+                outgoing_by_fetch=orders[p][0],
+                incoming=self._incoming_P[p],
+                requests=_IncomingRows.build(self.incoming_rows_P[p], orders[p][1]),
             )
             for matrix, packs in enumerate(self._route.plan.matrices)
-            for pack, start in zip(
+            for p, start in zip(
                 range(packs.start, packs.stop), accumulate(rows_P[packs], initial=0)
             )
         ]
 
-    def _fetch_orders(self, pack: int) -> list[FetchOrder]:
-        """Returns the fetch orders of outgoing and incoming rows; without a mask all are dirty."""
-        exchanges = self._outgoing_P[pack], self._incoming_P[pack]
+    def _fetch_orders(self, p: int) -> list[FetchOrder]:
+        """Returns the fetch orders of outgoing and incoming rows of pack ``p``; without a mask all
+        are dirty."""
+        exchanges = self._outgoing_P[p], self._incoming_P[p]
         dirty = (
-            (None, None) if self._dirty_mask is None else [n.bool() for n in self._dirty_mask[pack]]
+            (None, None) if self._dirty_mask is None else [n.bool() for n in self._dirty_mask[p]]
         )
         return [find_fetch_order(e.counts_EW, dirty_n) for e, dirty_n in zip(exchanges, dirty)]
 
@@ -323,8 +329,8 @@ class _RowPooling(Pooling):
         return gradient_of_weights(grads[0], rows_RD, self.part.index)
 
     def add_gradients(self, sums_RD: Tensor, grads_nD: Tensor) -> None:
-        assert self.part.gradient_position_U is not None
-        # A row that several micro-batches use is summed here, at its place in request order.
+        assert self.part.gradient_position_U is not None, "one micro-batch needs no sums"
+        # A row that several micro-batches use is summed here, at its position in request order.
         sums_RD.index_add_(0, self.part.gradient_position_U, grads_nD)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -340,11 +346,3 @@ def _by_chunk(
     for chunk, (sent_W, received_W) in enumerate(zip(sent_by.counts_EW, received_by.counts_EW)):
         into = received[received_by.rows(chunk)]
         yield Payload(sent[sent_by.rows(chunk)], sent_W, into, received_W)
-
-
-def _lookups_per_feature(features: RouteFeatures) -> Tensor:
-    """Number of lookups of each feature, int64, shape ``(F,)``; no host sync."""
-    # The first bag of each feature follows from the strides, which are known on the host.
-    edges_F1 = torch.tensor([0, *accumulate(features.strides_F)])
-    edges_F1 = edges_F1.to(features.offsets_S1.device, non_blocking=True)
-    return torch.diff(features.offsets_S1.index_select(0, edges_F1).to(torch.int64))

@@ -1,0 +1,173 @@
+"""One collective for all packs: an all-to-all of ids, rows or gradients, a sum of hot gradients.
+
+Callers keep one matrix per pack, or for ids one vector per pack and chunk, with rows grouped by
+rank. The wire requires the opposite nesting: one buffer, grouped by rank and then by matrix. With
+one matrix both layouts are the same memory and nothing is copied. With several, segments are joined
+before the exchange and split after it, one pass over the exchanged elements each.
+
+Shape letters: D dim; n rows sent, m received; h hot rows of this rank, t of any rank; P packs, or
+(pack, chunk) pairs; W ranks.
+
+Source: TorchRec ``distributed/comm_ops.py`` (sequence all-to-all, its codecs); PICASSO's Shuffle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrec_picasso._torchrec import QuantizedCommCodec
+from torchrec_picasso.exchange.ranks import Ranks
+from torchrec_picasso.exchange.waiting import wait_for
+from torchrec_picasso.ops.streams import keep_for_current_stream
+
+__all__ = ["HotReduction", "PackedAllToAll", "Payload"]
+
+
+class Payload(NamedTuple):
+    """The share of one pack, or of one pack and chunk, in an all-to-all.
+
+    The received tensor may be a slice of a larger matrix.
+    """
+
+    sent: Tensor
+    """Contiguous ``(n, D)``, or ``(n,)`` which counts as ``(n, 1)``, by destination rank."""
+    sent_W: Sequence[int]
+    """Rows to each rank, which sum to n."""
+    received: Tensor
+    """Contiguous memory for ``(m, D)``, or ``(m,)``, by source rank."""
+    received_W: Sequence[int]
+    """Rows from each rank, which sum to m."""
+
+
+class PackedAllToAll:
+    """Sends the rows of all payloads to the ranks that they are grouped by; starts at construction.
+
+    Collective: all ranks create the object and wait for it in the same order. Without a codec the
+    wire has the precision of the payloads.
+    """
+
+    def __init__(
+        self, ranks: Ranks, payloads: Sequence[Payload], codec: QuantizedCommCodec | None = None
+    ) -> None:
+        sent_P, sent_PW, received_P, received_PW = zip(*payloads)
+        self._received_P: Sequence[Tensor] = received_P
+        self._received_PW: _Counts = received_PW
+        self._codec = codec
+        dims_P = [received.size(1) if received.dim() == 2 else 1 for received in received_P]
+        send_W = _elements_per_rank(sent_PW, dims_P)
+        receive_W = _elements_per_rank(received_PW, dims_P)
+        wire_in = _join_by_rank(sent_P, sent_PW)
+        # A codec changes the number of elements on the wire, so the splits follow it.
+        if codec is not None:
+            self._codec_ctx = codec.create_context()
+            wire_in = codec.encode(wire_in, self._codec_ctx)
+            send_W = [codec.calc_quantized_size(n, self._codec_ctx) for n in send_W]
+            receive_W = [codec.calc_quantized_size(n, self._codec_ctx) for n in receive_W]
+        # One payload without a codec: receive directly into its memory.
+        self._in_place = codec is None and len(payloads) == 1
+        self._wire_out = (
+            received_P[0].view(-1) if self._in_place else wire_in.new_empty(sum(receive_W))
+        )
+        self._wire_in = wire_in  # the work object need not keep its input alive
+        self._has_ended = False
+        self._work = ranks.start_all_to_all(self._wire_out, wire_in, receive_W, send_W)
+
+    def wait(self) -> None:
+        """Finishes the exchange and fills the payloads' memory; further calls have no effect."""
+        if self._has_ended:
+            return
+        wait_for(self._work)
+        # A pipeline may have started the exchange on another stream, whose allocator does not know
+        # that the current stream uses this memory.
+        keep_for_current_stream(self._wire_in)
+        if not self._in_place:
+            for memory in (self._wire_out, *self._received_P):
+                keep_for_current_stream(memory)
+            received = self._wire_out
+            if self._codec is not None:
+                received = self._codec.decode(received, self._codec_ctx)
+            _cut_by_rank(received, self._received_P, self._received_PW)
+        self._has_ended = True
+
+
+class HotReduction:
+    """Sums gradients of hot rows over all ranks; starts at construction.
+
+    The header already reports to every rank which hot rows any rank touched, so the all-reduce
+    carries only those: never more bytes than a reduction of the whole hot set. Untouched rows are
+    not in the sum, hence not updated, whatever the optimizer's decay.
+
+    Collective: all ranks create the object and wait for it in the same order. Costs an all-reduce
+    of the outputs, none when they are empty, and one copy with several packs.
+
+    Args:
+        ranks: This rank and its peers.
+        grads_P: Gradients of the hot rows that this rank touched, ``(h_p, D_p)``.
+        positions_P: Position of each of these rows among the rows that any rank touched.
+        outputs_P: Contiguous tensors for the sums, ``(t_p, D_p)``; the shapes, and afterwards the
+            values, are equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        grads_P: Sequence[Tensor],
+        positions_P: Sequence[Tensor],
+        outputs_P: Sequence[Tensor],
+    ) -> None:
+        self._outputs_P = outputs_P
+        # Scatter (h, D) into (t, D): rows that only other ranks touched contribute zero.
+        for output, positions, grads in zip(outputs_P, positions_P, grads_P):
+            output.zero_()
+            output[positions] = grads
+        # One all-reduce for all packs; with one pack the output itself is the buffer.
+        if len(outputs_P) == 1:
+            self._flat = outputs_P[0].view(-1)
+        else:
+            self._flat = torch.cat([output.reshape(-1) for output in outputs_P])
+        self._work = ranks.start_sum(self._flat) if self._flat.numel() else None
+
+    def wait(self) -> None:
+        """Finishes the sum and fills the outputs; further calls have no effect."""
+        if self._work is not None:
+            wait_for(self._work)
+            self._work = None
+            if len(self._outputs_P) > 1:
+                sums_P = self._flat.split([output.numel() for output in self._outputs_P])
+                for output, sums in zip(self._outputs_P, sums_P):
+                    output.copy_(sums.view_as(output))
+
+
+_Counts = Sequence[Sequence[int]]
+"""Rows per (payload, rank), on the host."""
+
+
+def _elements_per_rank(counts_PW: _Counts, dims_P: Sequence[int]) -> list[int]:
+    """Elements to or from each rank: rows times dim, summed over packs."""
+    return [
+        sum(count * dim for count, dim in zip(counts_P, dims_P)) for counts_P in zip(*counts_PW)
+    ]
+
+
+def _join_by_rank(matrices_P: Sequence[Tensor], counts_PW: _Counts) -> Tensor:
+    """Joins matrices grouped by rank into one vector grouped by rank, then pack."""
+    if len(matrices_P) == 1:
+        return matrices_P[0].reshape(-1)
+    segments_PW = [matrix.split(list(counts)) for matrix, counts in zip(matrices_P, counts_PW)]
+    return torch.cat([segment.reshape(-1) for by_pack in zip(*segments_PW) for segment in by_pack])
+
+
+def _cut_by_rank(flat: Tensor, matrices_P: Sequence[Tensor], counts_PW: _Counts) -> None:
+    """Splits a vector grouped by rank, then pack, into matrices grouped by rank."""
+    # Segments are views of the output matrices, so the copies below fill these.
+    segments_PW = [matrix.split(list(counts)) for matrix, counts in zip(matrices_P, counts_PW)]
+    start = 0
+    for by_pack in zip(*segments_PW):
+        for segment in by_pack:
+            end = start + segment.numel()
+            segment.copy_(flat[start:end].view_as(segment))
+            start = end
