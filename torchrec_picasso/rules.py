@@ -1,4 +1,4 @@
-"""What a field may hold: one rule per field, used by the dataclasses and by the YAML loader alike.
+"""Checks of values: one rule per field, for the dataclasses, the YAML loader and the curves file.
 
 A rule lives in the field's metadata, next to its explanation, so a value is judged the same way
 whether it came from Python or from a file. The price is one small interpreter for annotations.
@@ -19,6 +19,13 @@ __all__ = ["Rules", "rule", "field_types", "shown", "value_problems"]
 
 _LONGEST_SHOWN = 200
 _END_OF_INTEGERS = 2**63
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 def rule(
@@ -37,14 +44,9 @@ def rule(
     Bounds apply to a number, or to each number of a list or mapping; ``above`` excludes the bound
     itself. ``choices`` are the only strings allowed.
     """
-    bounds = {
-        "at_least": at_least,
-        "above": above,
-        "at_most": at_most,
-        "multiple_of": multiple_of,
-        "choices": choices,
-    }
-    return dataclasses.field(default=default, metadata={"help": help, **bounds})
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "multiple_of": multiple_of}
+    metadata = {"help": help, "choices": choices, **bounds}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 class Rules:
@@ -114,14 +116,12 @@ def shown(value: Any, *, quoted: bool = True) -> str:
 
 
 def _numbers(value: Any) -> list[float]:
-    if isinstance(value, bool):
-        return []
+    """Lists the numbers in a value, at any depth."""
     if isinstance(value, (int, float)):
-        return [value]
-    if isinstance(value, Mapping):
-        return [number for item in value.values() for number in _numbers(item)]
-    if isinstance(value, (tuple, list)):
-        return [number for item in value for number in _numbers(item)]
+        return [] if isinstance(value, bool) else [value]
+    items = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, (Mapping, tuple, list)):
+        return [number for item in items for number in _numbers(item)]
     return []
 
 
@@ -130,15 +130,17 @@ def _fits(value: Any, annotation: Any) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, arm) for arm in args)
     if origin is tuple:
-        return isinstance(value, (tuple, list)) and all(_fits(item, args[0]) for item in value)
+        if not isinstance(value, (tuple, list)):
+            return False
+        arms = args[:1] * len(value) if args[-1] is Ellipsis else args
+        return len(arms) == len(value) and all(map(_fits, value, arms))
     if origin is not None and issubclass(origin, Mapping):
         return isinstance(value, Mapping) and all(
             _fits(key, args[0]) and _fits(item, args[1]) for key, item in value.items()
         )
-    if annotation is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+    if annotation in (int, float):  # a bool is no number, a whole number is a float
+        kinds = (int, float) if annotation is float else int
+        return isinstance(value, kinds) and not isinstance(value, bool)
     return isinstance(value, annotation)
 
 
@@ -146,15 +148,10 @@ def _spell(annotation: Any) -> str:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_spell(arm) for arm in args)
-    if origin is tuple:
+    if origin is tuple and args[-1] is Ellipsis:
         return f"a list, each item {_spell(args[0])}"
+    if origin is tuple:
+        return f"a list of {', '.join(map(_spell, args))}"
     if origin is not None and issubclass(origin, Mapping):
         return f"a mapping from {_spell(args[0])} to {_spell(args[1])}"
-    words = {
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        bool: "true or false",
-        type(None): "null",
-    }
-    return words.get(annotation, "a mapping")
+    return _WORDS.get(annotation, "a mapping")

@@ -203,7 +203,7 @@ def _plan_and_count(rank: int, world_size: int) -> tuple[dict[str, float], dict[
     num_dense = sum(parameter.numel() for parameter in model.over.parameters())
     expected = {}
     if rank == 0:
-        expected = _predicted(planner.decision.choice.cost.sent_bytes, num_dense, world_size)
+        expected = _predicted(planner.decision.cost.sent_bytes, num_dense, world_size)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     sharded = DistributedModelParallel(model, env=env, device=CPU, plan=plan, sharders=sharders)
     pipeline = make_driver(None, sharded)

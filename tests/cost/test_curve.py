@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_picasso.cost.curve import Curve
+from torchrec_picasso.cost.curves import Curve
 from torchrec_picasso.errors import PicassoError
 
 SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20]
@@ -19,7 +19,6 @@ def test_a_line_is_found_again(latency: float, gbytes_per_s: float) -> None:
     curve = Curve.fit(SIZES, [latency + n / gbytes_per_s * 1e-6 for n in SIZES])
     assert curve.latency_ms == pytest.approx(latency, rel=1e-6)
     assert curve.gbytes_per_s == pytest.approx(gbytes_per_s, rel=1e-6)
-    assert curve.worst_error < 1e-6
 
 
 def test_times_go_through_the_points_and_on_along_the_last_two() -> None:
@@ -36,14 +35,6 @@ def test_points_that_do_not_rise_go_on_along_the_line(last_ms: float) -> None:
     assert curve.ms_at(1e6) == pytest.approx(last_ms + (1e6 - 400) * curve.ms_per_byte)
 
 
-def test_the_error_of_the_fit_is_its_distance_from_the_points() -> None:
-    curve = Curve.fit([100, 200, 300], [1.0, 4.0, 3.0])
-    line = [curve.latency_ms + curve.ms_per_byte * n for n in (100, 200, 300)]
-    errors = sorted(abs(x - t) / t for x, t in zip(line, (1.0, 4.0, 3.0)))
-    assert curve.worst_error == pytest.approx(errors[-1])
-    assert curve.median_error == pytest.approx(errors[1])
-
-
 @given(ms=st.lists(st.floats(0.001, 1e3), min_size=1, max_size=8))
 def test_no_coefficient_is_negative(ms: list[float]) -> None:
     curve = Curve.fit([1000 * 4**i for i in range(len(ms))], ms)
@@ -57,5 +48,5 @@ def test_no_coefficient_is_negative(ms: list[float]) -> None:
     ("sizes", "ms"), [([], []), ([1, 2], [1.0]), ([2, 1], [1.0, 2.0]), ([1, 2], [1.0, 0.0])]
 )
 def test_points_that_are_no_curve_are_refused(sizes: list[int], ms: list[float]) -> None:
-    with pytest.raises(PicassoError, match="expected ascending sizes with one time above 0 each"):
+    with pytest.raises(PicassoError, match=r"expected (ascending sizes with one time|times above)"):
         Curve.fit(sizes, ms)

@@ -48,10 +48,7 @@ def test_coefficients_are_found_again() -> None:
     )
     works = _works(40)
     found = PhaseCost.fit(works, [true.ms(work) for work in works])
-    assert found.worst_error < 1e-6
-    for name, value in dataclasses.asdict(true).items():
-        if not name.endswith("error"):
-            assert getattr(found, name) == pytest.approx(value, rel=1e-4, abs=1e-5)
+    assert dataclasses.asdict(found) == pytest.approx(dataclasses.asdict(true), rel=1e-4, abs=1e-5)
 
 
 def test_no_coefficient_is_negative() -> None:
@@ -59,8 +56,6 @@ def test_no_coefficient_is_negative() -> None:
     noisy = [float(ms) for ms in RNG.uniform(1, 100, len(works))]
     found = PhaseCost.fit(works, noisy)
     assert min(dataclasses.asdict(found).values()) >= 0
-    errors = sorted(abs(found.ms(work) / ms - 1) for work, ms in zip(works, noisy))
-    assert found.worst_error == pytest.approx(errors[-1])
 
 
 def test_memory_beyond_what_is_kept_costs_extra() -> None:

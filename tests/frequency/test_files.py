@@ -16,8 +16,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from tests.frequency.samples import META, as_dict
 from torchrec_picasso.errors import InputError, PicassoError
-from torchrec_picasso.frequency import FrequencyStats, ModelTable, files
-from torchrec_picasso.frequency.files import num_samples_of
+from torchrec_picasso.frequency import FrequencyStats, ModelTable, collect
+from torchrec_picasso.frequency.collect import num_samples_of
 
 USER = ModelTable(name="users", num_embeddings=100, feature_names=("user",))
 ITEM = ModelTable(name="goods", num_embeddings=50, feature_names=("item", "liked"))
@@ -138,7 +138,7 @@ def test_files_count_as_the_same_batches_do(
     )
     collected = FrequencyStats.collect([batch], model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "CHUNK_ROWS", chunk_rows)
+        patch.setattr(collect, "CHUNK_ROWS", chunk_rows)
         read = FrequencyStats.from_files(path, [ITEM])
     assert read.tables == collected.tables
     assert read.num_samples == collected.num_samples == num_samples
@@ -156,7 +156,7 @@ def test_several_files_count_like_one(tmp_path: Path) -> None:
 
 
 def test_progress_is_told_every_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(collect, "CHUNK_ROWS", 4)
     path = write(tmp_path / "a.parquet", user=list(range(10)))
     told: list[int] = []
     FrequencyStats.from_files(path, [USER], progress=told.append)

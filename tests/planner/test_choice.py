@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.cost.curve import Curve
+from torchrec_picasso.cost.curves import Curve
 from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableLoad, TableWork

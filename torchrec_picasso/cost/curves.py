@@ -1,7 +1,12 @@
 """CommCurves: measured times of collectives and local work, stored in a file.
 
-The planner reads communication (a curve per collective) and local work (:class:`LocalCosts`). Both
-should be measured on the machines that will train, because published bandwidths predict neither.
+The planner reads communication (a :class:`Curve` per collective) and local work
+(:class:`.LocalCosts`). Both should be measured on the machines that will train, because published
+bandwidths predict neither.
+
+Times are interpolated between measured points, because no line fits the steps of real links (socket
+buffers, token buckets, protocol switches). The line ``latency + bytes / bandwidth`` describes the
+link to a reader; its latency is used at other world sizes.
 """
 
 from __future__ import annotations
@@ -10,28 +15,94 @@ import dataclasses
 import json
 import os
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-from torchrec_picasso.cost.curve import Curve
-from torchrec_picasso.cost.local import DenseTimes, LocalCosts
-from torchrec_picasso.cost.measure import COLLECTIVES, measure_curves
+import numpy as np
+
+from torchrec_picasso.cost.local import DenseTimes, LocalCosts, non_negative_least_squares
 from torchrec_picasso.errors import PicassoError, PlanError
+from torchrec_picasso.rules import shown, value_problems
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-__all__ = ["COLLECTIVES", "CommCurves", "read"]
+__all__ = ["COLLECTIVES", "CommCurves", "Curve", "read"]
+
+COLLECTIVES = ("all_to_all", "row_exchange", "all_reduce", "reduce_scatter", "all_gather")
+"""Names of the measured collectives. ``row_exchange`` is this package's all-to-all, see
+:mod:`torchrec_picasso.exchange.all_to_all`."""
 
 _FORMAT_VERSION = 1
+_BYTES_PER_MS_TO_GB_PER_S = 1e-6
 _ASSUMED_CORE_NS = 1.0
 """CPU time to send and receive a byte through sockets on one core of a server CPU, nanoseconds."""
-_LONGEST_SHOWN = 60
-_LARGEST = 1e18  # far beyond any time or number of bytes
+_BOUNDS = {"at_least": 0, "at_most": 1e18}  # far beyond any time or number of bytes
+_FORMER_FIELDS = ("levels", "median_error", "worst_error")
+"""Fields of files of earlier versions that nothing reads."""
 _HINT = "create it with `torchrec-picasso calibrate` or CommCurves.measure(pg).to_json(path)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Milliseconds of a collective by the bytes that its busiest rank sends or receives."""
+
+    sent_bytes: tuple[int, ...]  # measured sizes, ascending, at least one
+    ms: tuple[float, ...]  # median time of each size on the slowest rank
+    latency_ms: float  # of the fitted line, at least 0
+    ms_per_byte: float  # slope of the fitted line, at least 0
+
+    def __post_init__(self) -> None:
+        ascending = all(a < b for a, b in pairwise(self.sent_bytes))
+        if not self.sent_bytes or len(self.sent_bytes) != len(self.ms) or not ascending:
+            raise PicassoError(
+                f"a curve has {len(self.ms)} times for sizes {str(self.sent_bytes)[:60]}, expected "
+                "ascending sizes with one time each"
+            )
+
+    @staticmethod
+    def fit(sent_bytes: Sequence[int], ms: Sequence[float]) -> Curve:
+        """Fits the line to measured points, minimizing relative errors, because sizes span four
+        decades; refuses sizes that do not ascend, and times of 0."""
+        points = tuple(map(int, sent_bytes)), tuple(map(float, ms))
+        curve = Curve(sent_bytes=points[0], ms=points[1], latency_ms=0.0, ms_per_byte=0.0)
+        if min(ms) <= 0:
+            raise PicassoError(f"expected times above 0, got {list(ms)}; measure the curve again")
+        x, t = np.asarray(sent_bytes, dtype=float), np.asarray(ms, dtype=float)
+        # divided by the times, so that residuals are relative errors; one point is a pure slope
+        design = np.stack([1 / t if len(t) > 1 else 0 * t, x / t], axis=1)
+        latency, slope = map(float, non_negative_least_squares(design, np.ones_like(t)))
+        return dataclasses.replace(curve, latency_ms=latency, ms_per_byte=slope)
+
+    @staticmethod
+    def line(latency_ms: float, gbytes_per_s: float) -> Curve:
+        """Returns a curve with a given latency and bandwidth, without measured points."""
+        slope = _BYTES_PER_MS_TO_GB_PER_S / gbytes_per_s
+        return Curve(sent_bytes=(0,), ms=(latency_ms,), latency_ms=latency_ms, ms_per_byte=slope)
+
+    @property
+    def gbytes_per_s(self) -> float:
+        """Bandwidth of the fitted line, GB/s (10^9 bytes); infinite if the slope is 0."""
+        return _BYTES_PER_MS_TO_GB_PER_S / self.ms_per_byte if self.ms_per_byte else float("inf")
+
+    def ms_at(self, num_bytes: float) -> float:
+        """Interpolates the time of a size, in milliseconds.
+
+        Sizes below the first point take the time of the first point. Sizes above the last point
+        are extrapolated with the slope between the two largest sizes, which latency hardly affects;
+        with the slope of the line if time does not grow there.
+        """
+        beyond = num_bytes - self.sent_bytes[-1]
+        if beyond <= 0:
+            return float(np.interp(num_bytes, self.sent_bytes, self.ms))
+        slope = self.ms_per_byte
+        if len(self.ms) > 1 and self.ms[-1] > self.ms[-2]:
+            slope = (self.ms[-1] - self.ms[-2]) / (self.sent_bytes[-1] - self.sent_bytes[-2])
+        return self.ms[-1] + beyond * slope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +121,8 @@ class CommCurves:
         local: Costs of local work; the default is assumed, not measured.
         dense: Times of the dense part of a model; ``None`` = not known.
         wire_core_ns: CPU time per byte sent and received, nanoseconds; ``None`` = not measured.
-        measured_on: Date, hardware and versions, for information.
+        measured_on: Date, hardware and versions, for information; set by ``torchrec-picasso
+            calibrate``.
     """
 
     world_size: int
@@ -87,11 +159,12 @@ class CommCurves:
         seconds_per_point: float = 0.3,
         ranks_per_host: int | None = None,
         budget_s: float = 30.0,
-        advance: Callable[[str], None] | None = None,
+        advance: Callable[[str], None] = lambda label: None,
     ) -> CommCurves:
         """Measures the collectives of ``pg``; local costs are the assumed ones. Collective.
 
-        Nothing else may use the network or the cores during the measurement.
+        Nothing else may use the network or the cores during the measurement. The curves are equal
+        on all ranks.
 
         Args:
             pg: Process group; all curves of a group with one rank are zero.
@@ -103,17 +176,14 @@ class CommCurves:
                 left out; curves are extrapolated beyond the last size.
             advance: Called with a label after each size of each collective, measured or left out.
 
-        Returns:
-            The curves, equal on all ranks.
-
         Raises:
             PicassoError: If the budget is not above 0.
         """
-        advance = advance or (lambda label: None)
-        measured = measure_curves(
+        from torchrec_picasso.cost.measure import measure_curves  # it imports this file
+
+        return measure_curves(
             pg, device, max_bytes, seconds_per_point, ranks_per_host, budget_s, advance
         )
-        return CommCurves(**measured)
 
     @staticmethod
     def assumed(
@@ -127,25 +197,24 @@ class CommCurves:
         local: LocalCosts | None = None,
     ) -> CommCurves:
         """Returns curves of a network that cannot be measured: one line for all collectives."""
-        line = Curve.line(latency_ms, gbytes_per_s)
         return CommCurves(
             world_size=world_size,
             ranks_per_host=ranks_per_host,
             backend=backend,
             device=device,
-            collectives=dict.fromkeys(COLLECTIVES, line),
+            collectives=dict.fromkeys(COLLECTIVES, Curve.line(latency_ms, gbytes_per_s)),
             local=local or LocalCosts(),
             measured_on={"assumed": f"{gbytes_per_s:g} GB/s, {latency_ms:g} ms latency"},
         )
 
     def ms(self, collective: str, busiest_bytes: float, world_size: int | None = None) -> float:
-        """Predicts the time of one collective, in milliseconds.
+        """Predicts the time of one of :data:`COLLECTIVES`, in milliseconds.
 
         For another world size than the measured one, latency is proportional to the ``W - 1`` peers
         of a rank (steps of a ring, messages of an all-to-all); bandwidth per rank is the same.
 
         Args:
-            collective: One of :data:`COLLECTIVES`.
+            collective: Name of the collective.
             busiest_bytes: Bytes that the busiest rank sends or receives.
             world_size: Number of ranks, 1 = no communication; ``None`` = the measured number.
         """
@@ -158,11 +227,8 @@ class CommCurves:
         return max(0.0, curve.ms_at(busiest_bytes) + curve.latency_ms * more_peers)
 
     def mismatch(self, *, world_size: int, device: str) -> str | None:
-        """Describes how the measured setup differs from the planned one; ``None`` = it does not.
-
-        Args:
-            world_size: Planned number of ranks.
-            device: Planned compute device, ``"cpu"`` or ``"cuda"``.
+        """Describes how the measured setup differs from the planned ranks and device, ``"cpu"`` or
+        ``"cuda"``; ``None`` = it does not.
 
         Raises:
             PlanError: If the curves of a single rank are used for several ranks.
@@ -186,9 +252,6 @@ class CommCurves:
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Writes the curves to a file, which gets its name only after it is complete.
 
-        Args:
-            path: File to write or to replace, in an existing folder.
-
         Raises:
             PicassoError: If the folder does not exist.
         """
@@ -207,9 +270,6 @@ class CommCurves:
     def from_json(path: str | os.PathLike[str]) -> CommCurves:
         """Reads a file of :meth:`to_json`.
 
-        Args:
-            path: The file.
-
         Raises:
             PicassoError: If the file is missing or contains no valid curves.
         """
@@ -221,80 +281,50 @@ class CommCurves:
             version = document.pop("format_version")
             if version != _FORMAT_VERSION:
                 raise PicassoError(
-                    f"format version {_shown(version)}, expected {_FORMAT_VERSION}; "
+                    f"format version {shown(version)}, expected {_FORMAT_VERSION}; "
                     "measure again with this release"
                 )
-            document.pop("levels", None)  # a field of earlier files without any use
             curves: CommCurves = read(CommCurves, document, "curves")
             return curves
         except PicassoError as error:
             raise PicassoError(f"{source} does not contain curves: {error}; {_HINT}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {_shown(str(error))}"
+            reason = f"{type(error).__name__}: {shown(str(error))}"
             raise PicassoError(f"{source} does not contain curves ({reason}); {_HINT}") from error
 
 
 def read(kind: Any, value: Any, place: str) -> Any:
-    """Reads a value from the output of ``dataclasses.asdict``; messages name its place.
+    """Reads a value of a type from the output of ``dataclasses.asdict``.
 
-    The file may be damaged or edited, so every value is checked. ``kind`` is a dataclass, mapping,
-    tuple, union or plain type; numbers are finite and at least 0.
+    The file may be damaged or edited, so every value is checked; numbers are finite and at least 0.
 
     Raises:
-        PicassoError: If the value is of another type, or a field is unknown or missing.
+        PicassoError: If the value is of another type, or a field is unknown or missing; names the
+            place of the value in the file.
     """
-    arguments = get_args(kind)
-    if get_origin(kind) in (Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        other = [option for option in arguments if option is not type(None)][-1]
-        return read(str if isinstance(value, str) and str in arguments else other, value, place)
-    if is_dataclass(kind):
-        return _read_fields(kind, _mapping(value, place), place)
+    arms = get_args(kind)
+    nested: Any = next((arm for arm in (kind, *arms) if is_dataclass(arm)), None)
+    if nested is None or (value is None and types.NoneType in arms):
+        for problem in value_problems(value, kind, _BOUNDS):
+            raise PicassoError(f"{place}: {problem}")
+        return _with_tuples(value)
+    if not isinstance(value, Mapping):
+        raise PicassoError(f"{place}: expected a mapping, got {shown(value)}")
     if get_origin(kind) is Mapping:
-        items = _mapping(value, place).items()
-        return {
-            name: read(arguments[1], item, f"{place}.{str(name)[:_LONGEST_SHOWN]}")
-            for name, item in items
-        }
-    if get_origin(kind) is tuple:
-        kinds = arguments
-        if arguments[-1] is Ellipsis:
-            kinds = arguments[:1] * (len(value) if isinstance(value, list) else 0)
-        if not isinstance(value, list) or len(value) != len(kinds):
-            raise PicassoError(f"{place} is {_shown(value)}, expected a list of numbers")
-        return tuple(read(one, item, place) for one, item in zip(kinds, value))
-    if kind in (str, bool):
-        if not isinstance(value, kind):
-            raise PicassoError(f"{place} is {_shown(value)}, expected a {kind.__name__}")
-        return value
-    is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
-    # NaN fails the comparison
-    if not is_number or not 0 <= value <= _LARGEST:
-        raise PicassoError(f"{place} is {_shown(value)}, expected a number from 0 to {_LARGEST:g}")
-    return value
-
-
-def _read_fields(kind: Any, document: Mapping[str, Any], place: str) -> Any:
-    hints = get_type_hints(kind)
-    unknown = sorted(map(str, document.keys() - {field.name for field in fields(kind)}))
-    if unknown:
-        raise PicassoError(f"{place}.{unknown[0][:_LONGEST_SHOWN]} is unknown")
-    values = {name: read(hints[name], item, f"{place}.{name}") for name, item in document.items()}
+        return {name: read(nested, item, f"{place}.{name}") for name, item in value.items()}
+    hints = get_type_hints(nested)
+    fields = {}
+    for name, item in value.items():
+        if name in hints:
+            fields[name] = read(hints[name], item, f"{place}.{name}")
+        elif name not in _FORMER_FIELDS:
+            raise PicassoError(f"{place}.{shown(name, quoted=False)} is unknown")
     try:
-        return kind(**values)
+        return nested(**fields)
     except TypeError as error:
         raise PicassoError(f"{place} lacks a field ({error})") from error
 
 
-def _mapping(value: Any, place: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise PicassoError(f"{place} is {_shown(value)}, expected a mapping")
-    return value
-
-
-def _shown(value: Any) -> str:
-    """Formats a value for a message, on one line of limited length."""
-    if isinstance(value, int) and value.bit_length() > 64:
-        return "a huge number"
-    return repr(value)[:_LONGEST_SHOWN]
+def _with_tuples(value: Any) -> Any:
+    """Converts the lists of a JSON value to tuples, at any depth."""
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value

@@ -21,13 +21,8 @@ from torchrec_picasso.cost.table_work import BATCH_SHARES, TableWork
 from torchrec_picasso.placement import Form
 
 __all__ = [
-    "ExchangeTimes",
-    "HotColdTotals",
-    "exchange_bytes",
-    "exchange_times",
-    "hot_cold_cost",
-    "hot_cold_memory_bytes",
-    "sum_hot_cold",
+    *("ExchangeTimes", "HotColdTotals", "exchange_bytes", "exchange_times", "hot_cold_cost"),
+    *("hot_cold_memory_bytes", "sum_hot_cold"),
 ]
 
 _WORD_BYTES = 8
@@ -135,12 +130,11 @@ class ExchangeTimes:
 def exchange_times(
     totals: HotColdTotals, costs: LocalCosts, *, num_packs: int = 1, num_parts: int = 1
 ) -> ExchangeTimes:
-    """Predicts the local work of one step.
+    """Predicts the local work of one step in ``num_parts`` micro-batches.
 
     A received bag is copied like a row. A home rank pools the lookups of bags and sums their
     gradients by row with the operators of row-exchanged tables, and sorts these lookups by row in
-    backward. On average it has as many of them as one rank's batch. Their ids are only sent. Of the
-    ``num_parts`` micro-batches only one at a time has buffers of its lookups.
+    backward. On average it has as many of them as one rank's batch. Their ids are only sent.
     """
     row_elements = totals.unique_elements + totals.bag_elements
     fetched = LocalWork(
@@ -226,12 +220,9 @@ def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> di
 
 
 def hot_cold_memory_bytes(works: Sequence[TableWork], num_hot: Sequence[float]) -> dict[str, float]:
-    """Predicts the memory of hot/cold tables per rank, in bytes.
-
-    ``home`` and ``replica`` are weights and optimizer state; ``optimizer`` the optimizer state in
-    both; ``buffers`` outgoing rows, fetched rows, gradients of both, and the pooled output with its
-    gradient.
-    """
+    """Predicts the bytes of hot/cold tables per rank: weights and optimizer state in ``home`` and
+    ``replica``, the optimizer state in both, and ``buffers`` of outgoing and fetched rows, pooled
+    output, and their gradients."""
     home = replica = optimizer = buffers = 0.0
     for work, hot in zip(works, num_hot):
         load = work.load

@@ -19,28 +19,14 @@ import numpy as np
 
 from torchrec_picasso.errors import PicassoError
 
-__all__ = [
-    "PHASES",
-    "DenseTimes",
-    "LocalCosts",
-    "LocalWork",
-    "PhaseCost",
-    "SideCosts",
-    "non_negative_least_squares",
-]
+__all__ = ["PHASES", "DenseTimes", "LocalCosts", "LocalWork", "PhaseCost", "SideCosts"]
 
 PHASES = ("input_dist", "forward", "backward")
 """Phases of a step, in order; ``backward`` includes the update of the tables."""
 
 _TERMS = (
-    "fixed_ms",
-    "feature_us",
-    "lookup_ns",
-    "row_ns",
-    "lookup_element_ns",
-    "row_element_ns",
-    "paged_element_ns",
-    "update_ns",
+    *("fixed_ms", "feature_us", "lookup_ns", "row_ns"),
+    *("lookup_element_ns", "row_element_ns", "paged_element_ns", "update_ns"),
 )
 
 # glibc keeps up to this much freed memory for the next step. Memory beyond it is mapped again in
@@ -80,7 +66,7 @@ class LocalWork:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseCost:
-    """Coefficients of one phase, all at least 0, and the relative errors of their fit."""
+    """Coefficients of one phase, all at least 0."""
 
     fixed_ms: float = 0.0  # per step
     feature_us: float = 0.0
@@ -90,18 +76,14 @@ class PhaseCost:
     row_element_ns: float = 0.0  # per row and column
     paged_element_ns: float = 0.0  # added per buffer element beyond the kept memory
     update_ns: float = 0.0  # per updated row, for any dim
-    median_error: float = 0.0
-    worst_error: float = 0.0
 
     def ms(self, work: LocalWork) -> float:
         """Returns the milliseconds of the phase."""
         return sum(getattr(self, term) * x for term, x in zip(_TERMS, work.terms()))
 
     def split_ms(self, work: LocalWork) -> tuple[float, float, float]:
-        """Returns the milliseconds per call, for lookups, and for rows.
-
-        Page faults count for lookups, because micro-batches reduce the buffers of lookups.
-        """
+        """Returns the milliseconds per call, for lookups, and for rows; page faults count for
+        lookups, because micro-batches reduce the buffers of lookups."""
         ms = {term: getattr(self, term) * x for term, x in zip(_TERMS, work.terms())}
         call_ms = ms["fixed_ms"] + ms["feature_us"]
         lookups_ms = ms["lookup_ns"] + ms["lookup_element_ns"] + ms["paged_element_ns"]
@@ -123,12 +105,7 @@ class PhaseCost:
         # divided by the times, so that the target is 1 and residuals are relative errors
         design_MX = np.array([work.terms() for work in works]) / times_M[:, None]
         found_X = non_negative_least_squares(design_MX, np.ones(len(works)))
-        errors_M = np.abs(design_MX @ found_X - 1)
-        return PhaseCost(
-            **dict(zip(_TERMS, map(float, found_X))),
-            median_error=float(np.median(errors_M)),
-            worst_error=float(errors_M.max()),
-        )
+        return PhaseCost(**dict(zip(_TERMS, map(float, found_X))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,9 +167,8 @@ class DenseTimes:
     batch_size: int = 0
     """Number of samples of the measured step; 0 = the planned number."""
     in_parts: tuple[tuple[int, float, float], ...] = ()
-    """Measured times of the same samples in micro-batches: (number of micro-batches, forward ms,
-    backward ms), ascending. Smaller buffers stay in caches and in memory that the allocator keeps.
-    """
+    """Measured times of the same samples in micro-batches, which fit into caches: (number of
+    micro-batches, forward ms, backward ms), ascending."""
 
     def __post_init__(self) -> None:
         counts = [1, *(count for count, _, _ in self.in_parts)]
@@ -222,10 +198,8 @@ class DenseTimes:
         known = ((1, self.forward_ms, self.backward_ms), *self.in_parts)
         counts, *columns_ms = zip(*known)
         # linear in the logarithm of the number; constant beyond the largest measured number
-        forward_ms, backward_ms = (
-            float(np.interp(math.log(num_micro_batches), np.log(counts), column_ms))
-            for column_ms in columns_ms
-        )
+        x, xs = math.log(num_micro_batches), np.log(counts)
+        forward_ms, backward_ms = (float(np.interp(x, xs, y_ms)) for y_ms in columns_ms)
         return replace(self, forward_ms=forward_ms, backward_ms=backward_ms, in_parts=())
 
     def at(self, batch_size: int) -> DenseTimes:
@@ -233,15 +207,13 @@ class DenseTimes:
         if not self.batch_size or self.batch_size == batch_size:
             return self
         factor = batch_size / self.batch_size
+        in_parts = tuple((count, a * factor, b * factor) for count, a, b in self.in_parts)
         return replace(
             self,
             forward_ms=self.forward_ms * factor,
             backward_ms=self.backward_ms * factor,
             batch_size=batch_size,
-            in_parts=tuple(
-                (count, forward_ms * factor, backward_ms * factor)
-                for count, forward_ms, backward_ms in self.in_parts
-            ),
+            in_parts=in_parts,
         )
 
 

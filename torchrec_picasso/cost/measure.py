@@ -9,27 +9,20 @@ long.
 
 from __future__ import annotations
 
-import datetime
 import os
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchrec_picasso.cost.curve import Curve
+from torchrec_picasso.cost.curves import COLLECTIVES, CommCurves, Curve
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange.all_to_all import start_all_to_all
 
-__all__ = ["COLLECTIVES", "measure_curves", "num_points"]
-
-COLLECTIVES = ("all_to_all", "row_exchange", "all_reduce", "reduce_scatter", "all_gather")
-"""Names of the measured collectives. ``row_exchange`` is this package's all-to-all, see
-:mod:`torchrec_picasso.exchange.all_to_all`."""
+__all__ = ["measure_curves", "num_points"]
 
 _BYTES_PER_FLOAT = 4
 _MIN_BYTES, _GROWTH = 4 << 10, 4
@@ -46,27 +39,21 @@ def measure_curves(
     ranks_per_host: int | None,
     budget_s: float,
     advance: Callable[[str], None],
-) -> dict[str, Any]:
-    """Returns the arguments of :class:`.CommCurves`; arguments as for ``CommCurves.measure``.
-
-    Collective.
-    """
+) -> CommCurves:
+    """Measures the curves; arguments as for ``CommCurves.measure``. Collective."""
     if not budget_s > 0:
         raise PicassoError(f"budget_s is {budget_s}, expected more than 0 seconds")
     device = device or torch.device("cpu")
-    per_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     measurement = _Measurement(pg, device, seconds_per_point, budget_s, advance)
     curves = measurement.curves(_sizes(max_bytes))
-    core_ns = measurement.core_ns_per_byte(curves["row_exchange"])
-    return {
-        "world_size": pg.size(),
-        "ranks_per_host": per_host,
-        "backend": dist.get_backend(pg),
-        "device": device.type,
-        "collectives": curves,
-        "wire_core_ns": core_ns,
-        "measured_on": _hardware(device, pg),
-    }
+    return CommCurves(
+        world_size=pg.size(),
+        ranks_per_host=ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        backend=dist.get_backend(pg),
+        device=device.type,
+        collectives=curves,
+        wire_core_ns=measurement.core_ns_per_byte(curves["row_exchange"]),
+    )
 
 
 def num_points(world_size: int, max_bytes: int) -> int:
@@ -81,36 +68,33 @@ def _sizes(max_bytes: int) -> list[int]:
     return sizes
 
 
+@dataclass
 class _Measurement:
-    """One measurement within a budget; arguments as for ``CommCurves.measure``. Methods are
-    collective, and their results equal on all ranks."""
+    """One measurement within a budget. Methods are collective; all ranks get equal results."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        seconds_per_point: float,
-        budget_s: float,
-        advance: Callable[[str], None],
-    ) -> None:
-        self._group, self._device, self._advance = group, device, advance
-        self._seconds_per_point, self._budget_s = seconds_per_point, budget_s
-        dist.barrier(group=group)
-        self._start_s = _now_s()
+    group: dist.ProcessGroup
+    device: torch.device
+    seconds_per_point: float
+    budget_s: float
+    advance: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        dist.barrier(group=self.group)
+        self.start_s = _now_s()
 
     def _slowest(self, times: list[float]) -> list[float]:
         """Returns the maximum of each time over ranks."""
-        times_by_rank: list[list[float]] = [[] for _ in range(self._group.size())]
-        dist.all_gather_object(times_by_rank, times, group=self._group)
-        return [max(times) for times in zip(*times_by_rank)]
+        times_by_rank: list[list[float]] = [[] for _ in range(self.group.size())]
+        dist.all_gather_object(times_by_rank, times, group=self.group)
+        return list(map(max, zip(*times_by_rank)))
 
     def _left_s(self) -> float:
         """Returns the seconds that are left of the budget."""
-        return self._budget_s - self._slowest([_now_s() - self._start_s])[0]
+        return self.budget_s - self._slowest([_now_s() - self.start_s])[0]
 
     def curves(self, sizes: list[int]) -> dict[str, Curve]:
         """Measures every collective."""
-        if self._group.size() == 1:
+        if self.group.size() == 1:
             return {name: Curve.line(0.0, float("inf")) for name in COLLECTIVES}
         points: dict[str, list[tuple[int, float]]] = {name: [] for name in COLLECTIVES}
         points_left, is_over = len(sizes) * len(COLLECTIVES), False
@@ -121,19 +105,17 @@ class _Measurement:
                 is_over = is_over or (index >= _MIN_SIZES and left_s <= 0)
                 if not is_over:
                     # an equal share of the remaining time for each remaining point
-                    seconds = min(self._seconds_per_point, max(0.0, left_s) / points_left)
+                    seconds = min(self.seconds_per_point, max(0.0, left_s) / points_left)
                     points[name].append(self._point(name, size, seconds))
                 points_left -= 1
-                self._advance(f"{name}, {size >> 10} KiB")
+                self.advance(f"{name}, {size >> 10} KiB")
         return {name: Curve.fit(*zip(*found)) for name, found in points.items()}
 
     def core_ns_per_byte(self, row_exchange: Curve) -> float | None:
-        """Measures the CPU time per byte of a row exchange, nanoseconds, on the busiest rank.
-
-        The largest size of the measured curve that fits into the budget is repeated. ``None`` for
-        one rank, for other devices than the CPU, and if no time is left.
-        """
-        if self._device.type != "cpu" or self._group.size() == 1:
+        """Measures the CPU time per byte of a row exchange, nanoseconds, on the busiest rank, with
+        the largest size that fits into the budget; ``None`` for one rank, for other devices than
+        the CPU, and if no time is left."""
+        if self.device.type != "cpu" or self.group.size() == 1:
             return None
         left_ms = self._left_s() * 1e3
         points = zip(row_exchange.sent_bytes, row_exchange.ms)
@@ -141,34 +123,32 @@ class _Measurement:
         if not fitting:
             return None
         numel = fitting[-1] // _BYTES_PER_FLOAT
-        sent, call = _prepare("row_exchange", self._group, numel, self._device)
+        sent, call = _prepare("row_exchange", self.group, numel, self.device)
         call()
-        dist.barrier(group=self._group)
+        dist.barrier(group=self.group)
         # process_time includes gloo's threads, which do most of the sending
         start_s = time.process_time()
         for _ in range(_MIN_REPEATS):
             call()
         core_ns = (time.process_time() - start_s) * 1e9 / _MIN_REPEATS
-        (most_ns,) = self._slowest([core_ns])
-        return most_ns / max(1, sent)
+        return self._slowest([core_ns])[0] / max(1, sent)
 
     def _has_time_for_next(self, points: dict[str, list[tuple[int, float]]]) -> bool:
         """Whether the next size fits into the budget, if time grows like size."""
         last_ms = sum(found[-1][1] for found in points.values())
-        expected_s = last_ms * _GROWTH * (_WARMUPS + _MIN_REPEATS) / 1e3
-        return expected_s <= self._left_s()
+        return last_ms * _GROWTH * (_WARMUPS + _MIN_REPEATS) / 1e3 <= self._left_s()
 
     def _point(self, name: str, size: int, seconds: float) -> tuple[int, float]:
         """Measures one size: bytes of the busiest rank, and the median time in milliseconds."""
-        num_bytes, call = _prepare(name, self._group, size // _BYTES_PER_FLOAT, self._device)
+        num_bytes, call = _prepare(name, self.group, size // _BYTES_PER_FLOAT, self.device)
         # Two warm-up calls: the first connects, the second determines the number of repetitions.
         self._time_ms(call)
         (first_ms,) = self._slowest([self._time_ms(call)])
         repeats = int(max(_MIN_REPEATS, min(_MAX_REPEATS, seconds * 1e3 / max(first_ms, 1e-3))))
         times = []
         for repeat in range(repeats):
-            dist.barrier(group=self._group)
-            if repeat % self._group.size() == self._group.rank():
+            dist.barrier(group=self.group)
+            if repeat % self.group.size() == self.group.rank():
                 time.sleep(_LATE_MS / 1e3)
                 times.append(self._time_ms(call))
             else:  # the other ranks' time counts from the start of the late rank
@@ -176,12 +156,12 @@ class _Measurement:
         return num_bytes, median(self._slowest(times))
 
     def _time_ms(self, call: Callable[[], object]) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         start_s = _now_s()
         call()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return (_now_s() - start_s) * 1e3
 
 
@@ -211,24 +191,3 @@ def _prepare(
 
 def _now_s() -> float:
     return time.perf_counter()
-
-
-def _hardware(device: torch.device, pg: dist.ProcessGroup) -> dict[str, str | int]:
-    """Returns date (UTC), processor or accelerator, and version of torch, of the first rank."""
-    name = platform.processor() or "unknown"
-    cpuinfo = Path("/proc/cpuinfo")
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    elif cpuinfo.is_file():
-        lines = cpuinfo.read_text().splitlines()
-        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        name = models[0] if models else name
-    found: dict[str, str | int] = {
-        "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "hardware": name,
-        "num_cpus": os.cpu_count() or 0,
-        "torch": torch.__version__,
-    }
-    values = [found]
-    dist.broadcast_object_list(values, group_src=0, group=pg)
-    return values[0]

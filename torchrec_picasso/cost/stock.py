@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalWork
@@ -20,13 +21,8 @@ from torchrec_picasso.cost.step_cost import StepCost, sum_fields
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 
 __all__ = [
-    "STOCK_TYPES",
-    "StockTotals",
-    "marginal_stock_costs",
-    "max_over_mean",
-    "placed_over_mean",
-    "stock_cost",
-    "stock_totals",
+    *("STOCK_TYPES", "StockTotals", "marginal_stock_costs", "max_over_mean", "placed_over_mean"),
+    *("stock_cost", "stock_totals"),
 ]
 
 STOCK_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
@@ -83,9 +79,8 @@ class StockTotals:
 
 def stock_totals(sharding_type: str, works: Iterable[TableWork]) -> StockTotals:
     """Sums the work of tables of one sharding type."""
-    return sum_fields(
-        StockTotals(), (StockTotals.from_table(sharding_type, work) for work in works)
-    )
+    own = (StockTotals.from_table(sharding_type, work) for work in works)
+    return sum_fields(StockTotals(), own)
 
 
 def stock_cost(
@@ -109,9 +104,7 @@ def stock_cost(
     ids = (totals.lookups * _ID_BYTES + totals.lengths * _LENGTH_BYTES) * to_others
     # row-wise: a partial sum of every bag is sent to each other rank
     rows = totals.bag_elements * _WIRE_BYTES * (world_size - 1 if is_row_wise else to_others)
-    forward, backward = (
-        ("reduce_scatter", "all_gather") if is_row_wise else ("all_to_all", "all_to_all")
-    )
+    forward, backward = ("reduce_scatter", "all_gather") if is_row_wise else ("all_to_all",) * 2
     # an all-to-all of splits, then one of lengths and one of values
     ids_ms = curves.ms("all_to_all", 0, world_size) + 2 * curves.ms(
         "all_to_all", ids * uneven / 2, world_size
@@ -148,16 +141,11 @@ def marginal_stock_costs(
     """Predicts what each table adds to a step in which all tables have one stock sharding type: the
     cost of all tables minus the cost without the table."""
     uneven = max_over_mean(sharding_type, [work.load for work in works], world_size)
+    cost = partial(stock_cost, sharding_type, curves=curves, world_size=world_size, uneven=uneven)
     totals = stock_totals(sharding_type, works)
-
-    def cost(some: StockTotals) -> StepCost:
-        return stock_cost(sharding_type, some, curves, world_size, uneven=uneven)
-
+    own = [StockTotals.from_table(sharding_type, work) for work in works]
     all_tables = cost(totals)
-    return [
-        all_tables.plus(cost(totals.minus(StockTotals.from_table(sharding_type, work))), -1.0)
-        for work in works
-    ]
+    return [all_tables.plus(cost(totals.minus(table)), -1.0) for table in own]
 
 
 def _data_parallel(totals: StockTotals, curves: CommCurves, world_size: int) -> StepCost:

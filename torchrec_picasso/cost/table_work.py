@@ -71,6 +71,15 @@ class TableWork:
         spectrum, rows = load.spectrum, float(load.num_embeddings)
         all_lookups = load.lookups * world_size
         self._unseen_used = self._unseen_touched = 0.0
+
+        def chances(num_lookups: float) -> np.ndarray:
+            """Returns the probability that a row is among some lookups, shape ``(K,)``."""
+            if spectrum is None or not spectrum.num_lookups:
+                # uniform lookups: 1 - (1 - 1 / R)^n
+                log_absent = num_lookups * np.log1p(-1 / rows) if rows > 1 else -np.inf
+                return np.array([-np.expm1(log_absent)])
+            return spectrum.presence(num_lookups).numpy()
+
         if spectrum is None or not spectrum.num_lookups:
             self.rows_K, share_K = np.array([rows]), np.array([1.0])
         else:
@@ -78,12 +87,6 @@ class TableWork:
             share_K = (spectrum.counts_K * spectrum.rows_K / spectrum.num_lookups).numpy()
             self._unseen_used = spectrum.expected_unseen(load.lookups)
             self._unseen_touched = spectrum.expected_unseen(all_lookups)
-
-        def chances(num_lookups: float) -> np.ndarray:
-            """Returns the probability that a row is among some lookups, shape ``(K,)``."""
-            if spectrum is None or not spectrum.num_lookups:
-                return np.array([_chance_of_row(rows, num_lookups)])
-            return spectrum.presence(num_lookups).numpy()
 
         # a row is used if it is in a rank's batch, touched if it is in any rank's batch, and dirty
         # if this batch uses it and, independently, the batch before touched it
@@ -129,8 +132,3 @@ class TableWork:
         low, high = self._sums_KQ[right - 1], self._sums_KQ[right]
         sums: np.ndarray = low + (high - low) * ((num_hot - start) / (end - start))
         return sums
-
-
-def _chance_of_row(num_rows: float, num_lookups: float) -> float:
-    """Computes the probability that uniform lookups contain a row: ``1 - (1 - 1 / R)^n``."""
-    return float(-np.expm1(num_lookups * np.log1p(-1 / num_rows))) if num_rows > 1 else 1.0

@@ -4,9 +4,7 @@ A small table has a dense vector, one count per row: no sort, 2 to 15 ns per loo
 table the seen rows are kept sorted; ids are buffered, so that the cost of sorting stays
 proportional to the lookups. Both are exact. When the sorted rows exceed their budget, only the most
 frequent rows (heavy hitters) are kept, and each count may be too low by at most ``max_undercount``
-lookups.
-
-NumPy sorts ids, because its SIMD sort takes 4 to 10 ns per id; torch's sort takes 40 ns.
+lookups. NumPy sorts ids, in 4 to 10 ns per id; torch's sort takes 40 ns.
 
 Source: Misra and Gries 1982; Agarwal et al. 2012, Mergeable Summaries, section 3.1
 (:func:`keep_heaviest`).
@@ -16,7 +14,7 @@ Shape letters: N lookups, R rows of the table, U and V counted rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,14 +25,8 @@ from torch import Tensor
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 
 __all__ = [
-    "MAX_ROWS_COUNTED",
-    "LookupCounter",
-    "ModelTable",
-    "TableCounts",
-    "add_counts",
-    "count_rows",
-    "keep_heaviest",
-    "lookup_counter",
+    *("MAX_ROWS_COUNTED", "LookupCounter", "ModelTable", "TableCounts"),
+    *("add_counts", "count_rows", "keep_heaviest", "lookup_counter"),
 ]
 
 MAX_ROWS_COUNTED = 1 << 20
@@ -140,36 +132,27 @@ class TableCounts:
         """Adds the counts of two samples of the same table; exact if both are exact."""
         # add_counts is faster with the larger vector first
         small, large = sorted((self, other), key=lambda counts: counts.rows_U.numel())
-        vectors = (
-            vector.numpy() for table in (large, small) for vector in (table.rows_U, table.counts_U)
-        )
-        rows, counts = add_counts(*vectors)
+        vectors = (large.rows_U, large.counts_U, small.rows_U, small.counts_U)
+        rows, counts = add_counts(*(vector.numpy() for vector in vectors))
         max_undercount = self.max_undercount + other.max_undercount
         num_lookups = self.num_lookups + other.num_lookups
+        # mean of both shares, weighted by lookups
         weight = self.num_lookups / num_lookups if num_lookups else 1.0
-        return TableCounts(
-            num_embeddings=self.num_embeddings,
-            feature_names=self.feature_names,
+        share = other.effective_share + weight * (self.effective_share - other.effective_share)
+        return replace(
+            self,
             rows_U=torch.from_numpy(rows),
             counts_U=torch.from_numpy(counts),
             max_undercount=max_undercount,
             total_lookups=num_lookups if max_undercount else None,
-            # mean of both shares, weighted by lookups
-            effective_share=other.effective_share
-            + weight * (self.effective_share - other.effective_share),
+            effective_share=share,
         )
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, TableCounts)
-            and self.num_embeddings == other.num_embeddings
-            and self.feature_names == other.feature_names
-            and torch.equal(self.rows_U, other.rows_U)
-            and torch.equal(self.counts_U, other.counts_U)
-            and self.max_undercount == other.max_undercount
-            and self.num_lookups == other.num_lookups
-            and self.effective_share == other.effective_share
-        )
+        if not isinstance(other, TableCounts):
+            return False
+        pairs = [(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
+        return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
 def lookup_counter(table: ModelTable, max_rows_counted: int = MAX_ROWS_COUNTED) -> LookupCounter:
@@ -208,13 +191,10 @@ class _SortedCounter:
     """Counts of seen rows; if more than ``max_rows`` are seen, of the most frequent rows."""
 
     def __init__(self, table: ModelTable, max_rows: int) -> None:
-        self._table = table
-        self._max_rows = max_rows
+        self._table, self._max_rows = table, max_rows
         self._rows_U: _Vector = np.empty(0, dtype=np.int64)
         self._counts_U: _Vector = np.empty(0, dtype=np.int64)
-        self._largest_id = -1
-        self._num_lookups = 0
-        self._max_undercount = 0
+        self._largest_id, self._num_lookups, self._max_undercount = -1, 0, 0
         self._pending: list[_Vector] = []
         self._num_pending = 0
 
@@ -229,9 +209,9 @@ class _SortedCounter:
     def result(self) -> TableCounts:
         """Returns the counts; the counter must not be used afterwards."""
         self._count_pending()
-        num_embeddings = self._table.num_embeddings
+        size = self._table.num_embeddings
         return TableCounts(
-            num_embeddings=self._largest_id + 1 if num_embeddings is None else num_embeddings,
+            num_embeddings=self._largest_id + 1 if size is None else size,
             feature_names=self._table.feature_names,
             rows_U=torch.from_numpy(self._rows_U),
             counts_U=torch.from_numpy(self._counts_U),
@@ -293,10 +273,8 @@ def keep_heaviest(
 
     The largest count that does not fit is subtracted from all counts, and rows at 0 or below are
     dropped. Repeated over a stream, no count is too high, and none is too low by more than the sum
-    of the subtracted numbers, which is at most the lookups divided by ``max_rows + 1``.
-
-    Returns:
-        The kept rows, in the given order; their counts after subtraction; the subtracted number.
+    of the subtracted numbers, which is at most the lookups divided by ``max_rows + 1``. Returns the
+    kept rows, in the given order, their counts after subtraction, and the subtracted number.
     """
     if rows_U.size <= max_rows:
         return rows_U, counts_U, 0

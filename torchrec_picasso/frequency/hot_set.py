@@ -68,7 +68,7 @@ def _per_table(
     chosen = {}
     for name, num_rows in named.items():
         count = int(hot_rows[name])
-        seen, frequent = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        seen = frequent = torch.empty(0, dtype=torch.int64)
         if stats is not None:
             seen = stats.tables[name].rows_U
             frequent = stats.tables[name].most_frequent_first()[0][:count]

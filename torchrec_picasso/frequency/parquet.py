@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,13 @@ __all__ = ["read_tables", "write_tables"]
 
 _METADATA_KEY = b"torchrec_picasso.frequency_stats"
 _SCHEMA = pa.schema([("table", pa.string()), ("row", pa.int64()), ("count", pa.int64())])
+_TABLE_FACTS = [field.name for field in fields(TableCounts) if not field.name.endswith("_U")]
 _MAX_TOTAL = 1 << 53  # lookups that a float64 holds exactly
 _MAX_ROWS = 1 << 62
+_DAMAGE = (
+    *(pa.ArrowException, OSError, RecursionError),
+    *(AttributeError, KeyError, OverflowError, TypeError, ValueError),
+)
 
 
 def write_tables(
@@ -43,20 +49,11 @@ def write_tables(
         raise InputError(
             f"cannot write statistics to {target}: its folder does not exist; create it first"
         )
-    facts = {
-        "num_batches": num_batches,
-        "num_samples": num_samples,
-        "tables": {
-            name: {
-                "num_embeddings": counts.num_embeddings,
-                "feature_names": counts.feature_names,
-                "max_undercount": counts.max_undercount,
-                "total_lookups": counts.total_lookups,
-                "effective_share": counts.effective_share,
-            }
-            for name, counts in tables.items()
-        },
+    by_table = {
+        name: {field: getattr(counts, field) for field in _TABLE_FACTS}
+        for name, counts in tables.items()
     }
+    facts = {"num_batches": num_batches, "num_samples": num_samples, "tables": by_table}
     empty = np.empty(0, dtype=np.int64)
     # table names are dictionary-encoded: an int32 code per line, each name once
     sizes = [counts.rows_U.numel() for counts in tables.values()]
@@ -98,10 +95,7 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, TableCounts], i
         }
         num_batches, num_samples = int(facts["num_batches"]), int(facts["num_samples"])
         _check(num_batches >= 0 and num_samples >= 0, "a number of batches or samples is negative")
-    except (
-        *(pa.ArrowException, OSError, RecursionError),
-        *(AttributeError, KeyError, OverflowError, TypeError, ValueError),
-    ) as error:
+    except _DAMAGE as error:
         reason = (str(error).splitlines() or [""])[0][:200]
         raise InputError(
             f"{path} does not contain frequency statistics ({type(error).__name__}: {reason}); "

@@ -1,8 +1,7 @@
 """The skew of a table: the number of rows by lookup count.
 
-The size of an exchange (distinct rows of a batch, cold rows with a given hot set, load of a home
-rank) depends on the counts only, not on the row ids. A spectrum stores each distinct count once, so
-estimates for a table of millions of rows take microseconds.
+The size of an exchange depends on the counts only, not on the row ids. A spectrum stores each
+distinct count once, so estimates for a table of millions of rows take microseconds.
 
 Distinct rows of a batch are estimated by rarefaction: the batch is a random subset of the sampled
 lookups. The estimate is unbiased up to the size of the sample, whereas ``1 - (1 - p)^n`` with
@@ -74,9 +73,9 @@ class CountSpectrum:
         if not self.num_lookups:
             return torch.zeros_like(self.counts_K)
         # all three numbers in independent lookups
-        total = self.num_lookups * self.effective_share
-        counts_K = self.counts_K * self.effective_share
-        drawn = min(float(num_lookups) * self.effective_share, total)
+        share = self.effective_share
+        total, counts_K = self.num_lookups * share, self.counts_K * share
+        drawn = min(float(num_lookups) * share, total)
         log_absent_K = _log_absent(total, counts_K, drawn)
         # more draws than lookups of other rows: the row is drawn for certain
         can_be_absent_K = total - counts_K >= drawn
@@ -108,11 +107,9 @@ class CountSpectrum:
         return replace(self, effective_share=math.sqrt(low * high))
 
     def expected_cold(self, num_lookups: float, num_hot: float) -> float:
-        """Returns the expected number of distinct cold rows among ``num_lookups`` lookups.
-
-        The estimate is too low, because hot rows are evaluated on the sample that they were
-        selected from: by 8 % of the cold rows on real Criteo ids with 20,000 hot rows.
-        """
+        """Returns the expected number of distinct cold rows among ``num_lookups`` lookups; too low,
+        by 8 % on real Criteo ids with 20,000 hot rows, because hot rows are evaluated on the sample
+        that they were selected from."""
         hot = float((self._taken(num_hot) * self.presence(num_lookups)).sum())
         return max(0.0, self.expected_unique(num_lookups) - hot)
 
@@ -136,9 +133,10 @@ class CountSpectrum:
         if index == lookups_K.numel():
             return round(float(self.rows_K.sum()))
         # all rows of higher counts, and a part of the rows of this count
-        rows_before = float(self.rows_K[:index].sum())
         rest = wanted - (float(lookups_K[index - 1]) if index else 0.0)
-        return math.ceil(rows_before + rest / float(self.counts_K[index]) - 1e-9)
+        return math.ceil(
+            float(self.rows_K[:index].sum()) + rest / float(self.counts_K[index]) - 1e-9
+        )
 
     def expected_unseen(self, num_lookups: float) -> float:
         """Returns the expected number of rows outside the sample among ``num_lookups`` lookups; 0

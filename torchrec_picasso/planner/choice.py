@@ -3,9 +3,8 @@
 Four plans are priced as whole steps under the schedule that runs them: all tables stock, all
 row-exchanged, all owner-pooled, and each table with the exchange that sends fewer bytes. Plans with
 row-exchanged tables are priced with several budgets of hot rows. The plan with the shortest
-predicted step is chosen; if predictions differ by less than their error, the simpler plan.
-
-Equal inputs give equal choices, in every process.
+predicted step is chosen; if predictions differ by less than their error, the simpler plan. Equal
+inputs give equal choices, in every process.
 
 Shape letters: G groups of rows with equal lookup counts.
 """
@@ -44,10 +43,9 @@ Forms = Mapping[int, Form]
 _STOCK_MARGIN = 0.02
 """A hot/cold plan is chosen only if its predicted step is shorter than stock by this share."""
 _FORMS_MARGIN = 0.18
-"""A mixed plan is chosen only if its predicted step is shorter than the best other plan by this
-share. The combined work of both exchanges is not priced in full: mixed plans of 40 and 130 tables
-at 1 Gbit/s were predicted to take 0.87 and 0.86 of the owner-pooled plan, and took 1.07 and 1.11.
-"""
+"""The same for a mixed plan and the best other plan. The combined work of both exchanges is not
+priced in full: mixed plans of 40 and 130 tables at 1 Gbit/s were predicted to take 0.87 and 0.86 of
+the owner-pooled plan, and took 1.07 and 1.11."""
 _ROWS_MARGIN = 0.08
 """In the mixed plan a table is row-exchanged only if that sends fewer bytes than owner-pooling by
 this share. Bags are even over micro-batches; rows are not, and need a mask of dirty rows."""
@@ -86,7 +84,7 @@ class TableInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class PricedPlan:
-    """A plan and its predicted step; sequences have one entry per table."""
+    """A plan and its predicted step; the tuples have one entry per table."""
 
     forms: tuple[Form | None, ...]  # exchange of a hot/cold table; None = stock
     num_hot: tuple[int, ...]
@@ -126,26 +124,21 @@ def choose(
     works = tuple(TableWork(table.load, pricer.world_size) for table in tables)
     all_stock_types = _best_stock_types(tables, works, pricer)
 
-    def stock_types_beside(forms: Forms) -> list[str | None]:
-        """Returns the best stock types of the tables that are not hot/cold: fewer whole tables may
-        be less even over ranks than all of them."""
+    def price(forms: Forms, num_hot: Mapping[int, int]) -> PricedPlan:
+        # fewer whole tables may be less even over ranks than all of them
         rest = [i for i in range(len(tables)) if i not in forms]
         found = _best_stock_types([tables[i] for i in rest], [works[i] for i in rest], pricer)
-        kinds = list(all_stock_types)
-        for i, kind in zip(rest, found):
-            kinds[i] = kind
-        return kinds
+        beside = dict(zip(rest, found))
+        stock_types = [beside.get(i, kind) for i, kind in enumerate(all_stock_types)]
+        return price_plan(works, forms, num_hot, stock_types, pricer)
 
     def best(forms: Forms) -> PricedPlan:
         """Prices a plan with each budget of hot rows, and returns the best."""
-        stock_types = stock_types_beside(forms)
-        found = price_plan(works, forms, {}, stock_types, pricer)
-        may_be_hot = [
-            i for i, form in forms.items() if form == "rows" and tables[i].no_hot_rows is None
-        ]
-        for chance in _HOT_CHANCES if pricer.world_size > 1 and may_be_hot else ():
-            num_hot = _frequent_rows(works, may_be_hot, chance, replica_budget_bytes)
-            plan = price_plan(works, forms, num_hot, stock_types, pricer)
+        found = price(forms, {})
+        rows = [i for i, form in forms.items() if form == "rows" and tables[i].no_hot_rows is None]
+        for chance in _HOT_CHANCES if pricer.world_size > 1 and rows else ():
+            num_hot = _frequent_rows(works, rows, chance, replica_budget_bytes)
+            plan = price_plan(works, forms, num_hot, found.stock_types, pricer)
             # budgets ascend: a larger one must be clearly better
             if plan.step.step_ms < found.step.step_ms * (1 - _HOT_MARGIN):
                 found = plan
@@ -153,8 +146,7 @@ def choose(
 
     priced_ms: dict[str, float] = {}
     if given_hot is not None:
-        forms: Forms = {position: tables[position].forms[0] for position in given_hot}
-        chosen = price_plan(works, forms, given_hot, stock_types_beside(forms), pricer)
+        chosen = price({position: tables[position].forms[0] for position in given_hot}, given_hot)
     else:
         to_price = _plans(tables, works, all_stock_types)
         plans = {name: best(forms) for name, forms in to_price.items()}
@@ -167,8 +159,9 @@ def choose(
         if priced_ms["mixed"] <= priced_ms[name] * (1 - _FORMS_MARGIN):
             name = "mixed"
         chosen = plans[name]
-    has_stock = None not in all_stock_types
-    stock = price_plan(works, {}, {}, all_stock_types, pricer) if has_stock else None
+    stock = None
+    if None not in all_stock_types:
+        stock = price_plan(works, {}, {}, all_stock_types, pricer)
     return Choice(**vars(chosen), works=works, stock=stock, priced_ms=priced_ms)
 
 
@@ -204,15 +197,12 @@ def price_plan(
     stock = StepCost()
     for kind in sorted({kind for kind in stock_types if kind is not None}):
         tables = [i for i, found in enumerate(stock_types) if found == kind and i not in forms]
-        kind_totals = stock_totals(kind, [works[i] for i in tables])
-        stock = stock.plus(
-            stock_cost(kind, kind_totals, curves, world_size, uneven=uneven(kind, tables))
-        )
+        added = stock_totals(kind, [works[i] for i in tables])
+        stock = stock.plus(stock_cost(kind, added, curves, world_size, uneven=uneven(kind, tables)))
     bags = [i for i in hot_cold if forms[i] == "bags"]
-    num_packs, num_bag_packs = (
-        len({pack_key(forms[i], 0, works[i].load.dim, works[i].load.element_bytes) for i in tables})
-        for tables in (hot_cold, bags)
-    )
+    loads = {i: works[i].load for i in hot_cold}
+    pack_of = {i: pack_key(forms[i], 0, load.dim, load.element_bytes) for i, load in loads.items()}
+    num_packs, num_bag_packs = len({*pack_of.values()}), len({pack_of[i] for i in bags})
     return PricedPlan(
         forms=tuple(forms.get(i) for i in range(len(works))),
         num_hot=tuple(num_hot.get(i, 0) for i in range(len(works))),
@@ -255,10 +245,8 @@ def _plans(
 def _frequent_rows(
     works: Sequence[TableWork], tables: Sequence[int], least_chance: float, budget_bytes: float
 ) -> dict[int, int]:
-    """Counts the rows of some tables that one rank's batch uses with a minimum probability.
-
-    If these rows exceed the budget, the most frequent ones come first.
-    """
+    """Counts the rows of some tables that one rank's batch uses with a minimum probability; if
+    these rows exceed the budget, the most frequent ones come first."""
     chance_G = np.concatenate([works[i].used_K for i in tables])
     rows_G = np.concatenate([works[i].rows_K for i in tables])
     table_G = np.concatenate([np.full(works[i].used_K.size, i) for i in tables])

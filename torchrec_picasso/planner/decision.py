@@ -29,15 +29,12 @@ __all__ = ["Decision", "balance_waves", "decide", "given_hot_sets"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Decision:
-    """Placement of all tables."""
+class Decision(Choice):
+    """The chosen plan with the placement of all tables."""
 
     tables: tuple[TableInfo, ...]
-    choice: Choice
     hot_sets: Mapping[str, Tensor]
     """Hot rows of each hot/cold table by name, ascending, int64, shape ``(H,)``."""
-    forms: Mapping[str, Form]
-    """Exchange of each hot/cold table by name."""
     homes: HomeBlocks | None
     """Home blocks of the row-exchanged tables, in the order of ``hot_sets``; ``None`` = no
     statistics or no such tables."""
@@ -49,22 +46,22 @@ class Decision:
     dense: DenseTimes  # for this batch size; 0 if not known
 
     @property
-    def works(self) -> tuple[TableWork, ...]:
-        """Expected rows of each table."""
-        return self.choice.works
-
-    @property
     def num_micro_batches(self) -> int | None:
         """Number of micro-batches in the predicted step; ``None`` without hot/cold tables."""
-        return self.choice.step.num_micro_batches if any(self.choice.hot_cold) else None
+        return self.step.num_micro_batches if any(self.hot_cold) else None
+
+    @property
+    def form_of(self) -> dict[str, Form]:
+        """Exchange of each hot/cold table by name."""
+        return _by_name(self.tables, self.forms)
 
     @property
     def block_rows(self) -> dict[str, tuple[int, ...]]:
         """Number of home rows on each rank, by name of each row-exchanged table."""
         if self.homes is None:
             return {}
-        names = (name for name in self.hot_sets if self.forms[name] == "rows")
-        return dict(zip(names, self.homes.block_rows_TW))
+        in_rows = (name for name in self.hot_sets if self.form_of[name] == "rows")
+        return dict(zip(in_rows, self.homes.block_rows_TW))
 
 
 def decide(
@@ -89,7 +86,6 @@ def decide(
         PlanError: If the statistics are of other tables, or the requested hot rows do not exist.
     """
     able = {table.load.name: table.load.num_embeddings for table in tables if table.may_be_hot_cold}
-    without = {table.load.name for table in tables if table.no_hot_rows is not None}
     if stats is not None:
         stats.check_model(able)
     dense = (dense or curves.dense or DenseTimes()).at(batch_size)
@@ -98,36 +94,36 @@ def decide(
         # the choice has the number of hot rows of each table; the statistics have the rows
         choice = choose(tables, pricer, replica_budget_bytes)
         chosen = zip(tables, choice.forms, choice.num_hot)
-        counts = {table.load.name: num_hot for table, form, num_hot in chosen if form is not None}
+        counts = {table.load.name: num_hot for table, form, num_hot in chosen if form}
         hot_sets = select_hot_rows(able, counts, stats)
     else:
         # the caller has chosen: the plan is only priced
+        without = {table.load.name for table in tables if table.no_hot_rows is not None}
         hot_sets = given_hot_sets(able, without, hot_rows, stats)
-        given = {
-            position: hot_sets[table.load.name].numel()
-            for position, table in enumerate(tables)
-            if table.load.name in hot_sets
-        }
+        places = {table.load.name: position for position, table in enumerate(tables)}
+        given = {places[name]: hot_sets[name].numel() for name in places if name in hot_sets}
         choice = choose(tables, pricer, given_hot=given)
-    forms = {table.load.name: form for table, form in zip(tables, choice.forms) if form is not None}
-    works = {work.load.name: work for work in choice.works}
+    forms, works = _by_name(tables, choice.forms), {work.load.name: work for work in choice.works}
     in_rows = [name for name in hot_sets if forms[name] == "rows"]
     homes = None
     if stats is not None and in_rows:
         loads = [_row_loads(works[name], hot_sets[name], stats) for name in in_rows]
         homes = balance_homes(loads, world_size)
     return Decision(
+        **vars(choice),
         tables=tuple(tables),
-        choice=choice,
         hot_sets=hot_sets,
-        forms=forms,
         homes=homes,
-        waves=_waves(tables, works, hot_sets, forms, num_waves),
+        waves=_waves(tables, choice, num_waves),
         curves=curves,
         world_size=world_size,
         batch_size=batch_size,
         dense=dense,
     )
+
+
+def _by_name(tables: Sequence[TableInfo], forms: Sequence[Form | None]) -> dict[str, Form]:
+    return {table.load.name: form for table, form in zip(tables, forms) if form is not None}
 
 
 def given_hot_sets(
@@ -151,31 +147,20 @@ def given_hot_sets(
     return {name: chosen.get(name, torch.empty(0, dtype=torch.int64)) for name in able}
 
 
-def _waves(
-    tables: Sequence[TableInfo],
-    works: Mapping[str, TableWork],
-    hot_sets: Mapping[str, Tensor],
-    forms: Mapping[str, Form],
-    num_waves: int,
-) -> dict[str, int]:
+def _waves(tables: Sequence[TableInfo], choice: Choice, num_waves: int) -> dict[str, int]:
     """Assigns each hot/cold table to a wave of its module, by volume."""
     volumes: dict[str, dict[str, tuple[Hashable, float]]] = {}
-    for table in tables:
-        load = table.load
-        if load.name in hot_sets:
-            form = forms[load.name]
-            split = works[load.name].split(hot_sets[load.name].numel())
+    for table, work, form, num_hot in zip(tables, choice.works, choice.forms, choice.num_hot):
+        if form is not None:
+            load, split = table.load, work.split(num_hot)
             # cold rows are fetched, gradients of touched hot rows are reduced
-            rows = split.cold_used + split.hot_touched
-            volumes.setdefault(table.module, {})[load.name] = (
-                pack_key(form, 0, load.dim, load.element_bytes),
-                (rows if form == "rows" else load.bags) * load.dim,
-            )
-    return {
-        name: wave
-        for by_name in volumes.values()
-        for name, wave in zip(by_name, balance_waves(list(by_name.values()), num_waves))
-    }
+            number = load.bags if form == "bags" else split.cold_used + split.hot_touched
+            key = pack_key(form, 0, load.dim, load.element_bytes)
+            volumes.setdefault(table.module, {})[load.name] = (key, number * load.dim)
+    waves: dict[str, int] = {}
+    for by_name in volumes.values():
+        waves |= zip(by_name, balance_waves(list(by_name.values()), num_waves))
+    return waves
 
 
 def balance_waves(tables: Sequence[tuple[Hashable, float]], num_waves: int) -> list[int]:
@@ -219,19 +204,18 @@ def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoad
     Rows seen once do not predict the rows of the next batch: their load is spread evenly over the
     table, like the load of unseen rows (Good 1953).
     """
-    counts = stats.tables[work.load.name]
+    counts, spectrum = stats.tables[work.load.name], work.load.spectrum
     again_U = counts.counts_U > 1
     rows_U, counts_U = counts.rows_U[again_U], counts.counts_U[again_U]
-    spectrum = work.load.spectrum
     assert spectrum is not None
     # load of a row = probability that one rank's batch uses it, looked up by its count
-    ascending = spectrum.counts_K.flip(0)
     used = torch.from_numpy(work.used_K[::-1].copy())
-    place_U = torch.searchsorted(ascending, counts_U.double()).clamp(max=used.numel() - 1)
-    load_U = used[place_U] if used.numel() else counts_U.double()
+    place_U = torch.searchsorted(spectrum.counts_K.flip(0), counts_U.double())
+    load_U = counts_U.double()
+    if used.numel():
+        load_U = used[place_U.clamp(max=used.numel() - 1)]
     load_U = load_U.masked_fill(torch.isin(rows_U, hot_H), 0.0)  # hot rows are not requested
-    cold = work.split(hot_H.numel()).cold_used
-    dim = float(work.load.dim)
+    dim, cold = float(work.load.dim), work.split(hot_H.numel()).cold_used
     return RowLoads(
         num_embeddings=work.load.num_embeddings,
         rows_U=rows_U.numpy(),

@@ -25,33 +25,14 @@ from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.planner import hot_options, refusals, table_info
 from torchrec_picasso.planner.decision import Decision, decide, given_hot_sets
-from torchrec_picasso.planner.hot_options import (
-    add_replica_storage,
-    by_table,
-    copy_options,
-    cut_home_blocks,
-    hot_cold_options,
-    price_options,
-    replica_budget_bytes,
-)
-from torchrec_picasso.planner.refusals import (
-    TableRefusals,
-    hot_cold_candidates,
-    refusals_of,
-    required_form,
-)
-from torchrec_picasso.planner.table_info import (
-    assumed_curves,
-    config_of,
-    dense_bytes_of,
-    stock_types_of,
-    table_info,
-)
+from torchrec_picasso.planner.hot_options import by_table
 
 __all__ = ["HotColdEnumerator"]
 
-OptionsByPath = Mapping[tuple[str, str], list[ShardingOption]]
+_Path = tuple[str, str]
+"""Path of the module, name of the table."""
 
 
 class HotColdEnumerator(EmbeddingEnumerator):
@@ -80,9 +61,9 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self._dense_ms = dense_ms
         self._frequency_stats = stats
         self._has_prices = curves is not None or hot_rows is None
-        self._curves = curves if curves is not None else assumed_curves(topology)
+        self._curves = curves if curves is not None else table_info.assumed_curves(topology)
         self._decision: Decision | None = None
-        self._refusals: dict[tuple[str, str], TableRefusals] = {}
+        self._refusals: dict[_Path, refusals.TableRefusals] = {}
         self._listed: list[ShardingOption] | None = None  # a list while options are collected
         self._estimators: list[ShardEstimator]
         self._hot_cold_space: list[ShardingOption] | None = None
@@ -106,24 +87,22 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self._decision = None
         options_by_path = self._list_options(module, sharders)
         self._refusals = self._refusals_of(options_by_path)
-        rows = hot_cold_candidates(
+        rows = refusals.hot_cold_candidates(
             options_by_path, self._refusals, self._hot_rows, list(self.sharder_map.values())
         )
-        self._decision = self._decide(options_by_path, dense_bytes_of(module))
-        if self._decision is not None:
-            hot_sets, blocks = self._decision.hot_sets, self._decision.block_rows
-            waves, forms = self._decision.waves, self._decision.forms
-            num_micro_batches = self._decision.num_micro_batches if self._has_prices else None
+        decision = self._decision = self._decide(options_by_path, table_info.dense_bytes_of(module))
+        if decision is not None:
+            hot_sets, blocks, waves = decision.hot_sets, decision.block_rows, decision.waves
+            forms = decision.form_of
+            num_micro_batches = decision.num_micro_batches if self._has_prices else None
         else:
             # nothing to decide: the caller's hot rows, TorchRec's home blocks
             assert self._hot_rows is not None
-            without = {name for (_, name), refusals in self._refusals.items() if refusals.hot_rows}
+            without = {name for (_, name), found in self._refusals.items() if found.hot_rows}
             hot_sets = given_hot_sets(rows, without, self._hot_rows, self._frequency_stats)
             blocks, waves, num_micro_batches = {}, {}, None
-            forms = {
-                name: required_form(options) or "rows"
-                for (_, name), options in options_by_path.items()
-            }
+            required = {name: refusals.required_form(o) for (_, name), o in options_by_path.items()}
+            forms = {name: form or "rows" for name, form in required.items()}
         space: list[ShardingOption] = []
         for key, options in options_by_path.items():
             table, is_able = key[1], key in self._refusals and self._refusals[key].hot_cold is None
@@ -131,19 +110,21 @@ class HotColdEnumerator(EmbeddingEnumerator):
                 hot_set, fixed = hot_sets[table], options[0].cache_params
                 if self._hot_rows is None and isinstance(fixed, HotColdParams):
                     hot_set = fixed.hot_rows  # of the user's constraints
-                options = hot_cold_options(
+                options = hot_options.hot_cold_options(
                     options,
                     hot_set,
                     waves.get(table, 0),
                     form=forms[table],
                     num_micro_batches=num_micro_batches,
                 )
-                cut_home_blocks(options, blocks.get(table))
-            elif not isinstance(self._hot_rows, Mapping):
-                options = self._stock_options(key, options)
+                hot_options.cut_home_blocks(options, blocks.get(table))
+            elif key in self._refusals and not isinstance(self._hot_rows, Mapping):
+                # without types that train another model
+                kept = table_info.stock_types_of(options, self._constrained_types(table))
+                options = [option for option in options if option.sharding_type in kept] or options
             space.extend(options)
         self.populate_estimates(space)
-        self._hot_cold_space = copy_options(space)
+        self._hot_cold_space = hot_options.copy_options(space)
         return space
 
     def decided_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
@@ -153,7 +134,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
         decision = self._decision
         if decision is not None and self._has_prices and not isinstance(self._hot_rows, Mapping):
             names = (table.load.name for table in decision.tables)
-            stock_types = dict(zip(names, decision.choice.stock_types))
+            stock_types = dict(zip(names, decision.stock_types))
 
         def rank(option: ShardingOption) -> tuple[bool, float]:
             # a hot/cold table has only hot/cold options; among several kernels, the fastest
@@ -176,18 +157,17 @@ class HotColdEnumerator(EmbeddingEnumerator):
             sharding_options.clear()
             return
         self._estimate(sharding_options, only_memory=True)
-        add_replica_storage(sharding_options, self._compute_device)
-        unpriced = sharding_options
-        decision = self._decision
+        hot_options.add_replica_storage(sharding_options, self._compute_device)
+        unpriced, decision = sharding_options, self._decision
         if decision is not None and self._has_prices:
-            unpriced = price_options(
+            unpriced = hot_options.price_options(
                 sharding_options, decision.works, decision.curves, decision.world_size
             )
         self._estimate(unpriced, only_memory=False)
 
     def _list_options(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
-    ) -> dict[tuple[str, str], list[ShardingOption]]:
+    ) -> dict[_Path, list[ShardingOption]]:
         """Lists TorchRec's options by module and table, without the cost of estimates."""
         self._listed = []
         try:
@@ -214,13 +194,13 @@ class HotColdEnumerator(EmbeddingEnumerator):
         finally:
             self._estimators = estimators
 
-    def _decide(self, options_by_path: OptionsByPath, dense_bytes: int) -> Decision | None:
+    def _decide(
+        self, options_by_path: Mapping[_Path, list[ShardingOption]], dense_bytes: int
+    ) -> Decision | None:
         """Makes the decision; ``None`` if there is nothing to decide, or table names are equal."""
-        tables = [table for _, table in options_by_path]
-        candidates = {key: o for key, o in options_by_path.items() if key in self._refusals}
-        if not candidates:
+        if not self._refusals:
             return None
-        if len(set(tables)) < len(tables):
+        if len({table for _, table in options_by_path}) < len(options_by_path):
             if self._num_waves > 1:
                 raise PlanError(
                     f"num_waves is {self._num_waves}, but waves are assigned by table name and "
@@ -238,17 +218,17 @@ class HotColdEnumerator(EmbeddingEnumerator):
         if self._hot_rows is None:  # the cost model chooses: memory that is free for replicas
             all_options = list(options_by_path.values())
             self._estimate([o for options in all_options for o in options], only_memory=True)
-            budget_bytes = replica_budget_bytes(all_options, self._topology)
+            budget_bytes = hot_options.replica_budget_bytes(all_options, self._topology)
         return decide(
             [
-                table_info(
-                    options,
+                table_info.table_info(
+                    options_by_path[key],
                     self._frequency_stats,
                     batch_size=self._batch_size,
-                    refusals=self._refusals[key],
+                    refusals=found,
                     constrained_types=self._constrained_types(key[1]),
                 )
-                for key, options in candidates.items()
+                for key, found in self._refusals.items()
             ],
             self._frequency_stats,
             self._curves,
@@ -264,25 +244,18 @@ class HotColdEnumerator(EmbeddingEnumerator):
         constraint = (self._constraints or {}).get(table)
         return constraint.sharding_types if constraint is not None else None
 
-    def _refusals_of(self, options_by_path: OptionsByPath) -> dict[tuple[str, str], TableRefusals]:
+    def _refusals_of(
+        self, options_by_path: Mapping[_Path, list[ShardingOption]]
+    ) -> dict[_Path, refusals.TableRefusals]:
         """Collects the refusals of each table whose sharder supports hot/cold tables."""
         found = {}
         for key, options in options_by_path.items():
             sharder = self.sharder_map[options[0].module_type_key]
             if getattr(type(sharder), "supports_hot_cold", False) is True:
-                found[key] = refusals_of(
+                found[key] = refusals.refusals_of(
                     options,
-                    config_of(options[0]),
+                    table_info.config_of(options[0]),
                     getattr(sharder, "fused_params", None),
                     self._compute_device,
                 )
         return found
-
-    def _stock_options(
-        self, key: tuple[str, str], options: list[ShardingOption]
-    ) -> list[ShardingOption]:
-        """Removes options that train another model, see ``stock_types_of``."""
-        if key not in self._refusals:
-            return options
-        kept = stock_types_of(options, self._constrained_types(key[1]))
-        return [option for option in options if option.sharding_type in kept] or options

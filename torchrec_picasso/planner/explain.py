@@ -37,61 +37,58 @@ def summarize(decision: Decision) -> dict[str, Any]:
     gave ``hot_rows``. ``stock_ms``, ``stock_sent_bytes`` and ``speedup`` are ``None`` if a table
     has no stock option.
     """
-    choice, homes, curves = decision.choice, decision.homes, decision.curves
-    chosen = [work for work, form in zip(decision.works, choice.forms) if form]
-    hot_counts = [count for count, form in zip(choice.num_hot, choice.forms) if form]
-    stock = choice.stock
-    return {
+    step, cost, homes, curves = decision.step, decision.cost, decision.homes, decision.curves
+    chosen = [index for index, form in enumerate(decision.forms) if form]
+    works = [decision.works[index] for index in chosen]
+    num_hot = [decision.num_hot[index] for index in chosen]
+    summary: dict[str, Any] = {
         "world_size": decision.world_size,
         "batch_size": decision.batch_size,
         "hot_cold_tables": len(chosen),
         "stock_tables": len(decision.works) - len(chosen),
-        "bag_tables": sum(form == "bags" for form in choice.forms),
-        "hot_rows": sum(choice.num_hot),
+        "bag_tables": sum(form == "bags" for form in decision.forms),
+        "hot_rows": sum(decision.num_hot),
         "num_micro_batches": decision.num_micro_batches,
-        "step_ms": choice.step.step_ms,
-        "wire_ms": choice.step.wire_ms,
-        "compute_ms": choice.step.compute_ms,
+        "step_ms": step.step_ms,
+        "wire_ms": step.wire_ms,
+        "compute_ms": step.compute_ms,
         "dense_ms": decision.dense.total_ms,
-        "embedding_ms": choice.cost.total_ms,
-        "sent_bytes": choice.cost.total_bytes,
-        "priced_ms": dict(choice.priced_ms),
-        "stock_ms": stock.step.step_ms if stock is not None else None,
-        "stock_sent_bytes": stock.cost.total_bytes if stock is not None else None,
-        "speedup": stock.step.step_ms / choice.step.step_ms
-        if stock is not None and choice.step.step_ms
-        else None,
-        "memory_bytes": hot_cold_memory_bytes(chosen, hot_counts),
+        "embedding_ms": cost.total_ms,
+        "sent_bytes": cost.total_bytes,
+        "priced_ms": dict(decision.priced_ms),
+        **{"stock_ms": None, "stock_sent_bytes": None, "speedup": None},
+        "memory_bytes": hot_cold_memory_bytes(works, num_hot),
         "home_max_over_mean": homes.max_over_mean if homes is not None else None,
         "even_home_max_over_mean": homes.even_max_over_mean if homes is not None else None,
         "curves": curves.mismatch(world_size=decision.world_size, device=curves.device)
         or "of this world size",
     }
+    if (stock := decision.stock) is not None:
+        summary |= {"stock_ms": stock.step.step_ms, "stock_sent_bytes": stock.cost.total_bytes}
+        summary["speedup"] = stock.step.step_ms / step.step_ms if step.step_ms else None
+    return summary
 
 
 def why_nothing_is_hot_cold(decision: Decision) -> str | None:
     """Explains a plan without hot/cold tables; ``None`` if a table is hot/cold."""
-    if any(decision.choice.hot_cold):
+    if any(decision.hot_cold):
         return None
     reasons = {table.not_hot_cold for table in decision.tables}
     if None not in reasons:
-        return f"no table can be: {sorted(map(str, reasons))[0]}"
-    if not decision.choice.priced_ms:
-        return "hot_rows names no table"
-    return _comparison(decision)
+        return f"no table can be: {min(map(str, reasons))}"
+    return _comparison(decision) if decision.priced_ms else "hot_rows names no table"
 
 
 def _line(decision: Decision, index: int) -> dict[str, Any]:
-    work, choice = decision.works[index], decision.choice
-    load, num_hot = work.load, choice.num_hot[index]
-    split = work.split(num_hot)
+    work, form, num_hot = decision.works[index], decision.forms[index], decision.num_hot[index]
+    load, split = work.load, work.split(num_hot)
     memory = hot_cold_memory_bytes([work], [num_hot])
     return {
         "table": load.name,
         "rows": load.num_embeddings,
         "dim": load.dim,
-        "placement": "hot_cold" if choice.hot_cold[index] else choice.stock_types[index],
-        "form": choice.forms[index],
+        "placement": "hot_cold" if form else decision.stock_types[index],
+        "form": form,
         "wave": decision.waves.get(load.name),
         "hot_rows": num_hot,
         "coverage": split.coverage,
@@ -105,17 +102,16 @@ def _line(decision: Decision, index: int) -> dict[str, Any]:
 
 
 def _why(decision: Decision, index: int) -> str:
-    work, choice, table = decision.works[index], decision.choice, decision.tables[index]
-    num_hot = choice.num_hot[index]
-    if not choice.hot_cold[index]:
+    work, form, num_hot = decision.works[index], decision.forms[index], decision.num_hot[index]
+    table, kind = decision.tables[index], decision.stock_types[index]
+    if form is None:
         if table.not_hot_cold is not None:
             return f"stock: {table.not_hot_cold}"
-        if not choice.priced_ms:
-            return f"stock {choice.stock_types[index]}: hot_rows does not name it"
-        return f"stock {choice.stock_types[index]}: {_comparison(decision)}"
+        reason = _comparison(decision) if decision.priced_ms else "hot_rows does not name it"
+        return f"stock {kind}: {reason}"
     split = work.split(num_hot)
     rows = f"{split.cold_used:,.0f} distinct rows are sent for {work.load.lookups:,.0f} lookups"
-    if choice.forms[index] == "bags":
+    if form == "bags":
         why = (
             f"hot/cold, owner-pooled: {work.load.bags:,.0f} pooled vectors are sent instead of "
             f"{work.unique:,.0f} distinct rows"
@@ -125,14 +121,13 @@ def _why(decision: Decision, index: int) -> str:
     else:
         reason = table.no_hot_rows or "replicas are not predicted to shorten the step"
         why = f"hot/cold without replicas: {rows}; {reason}"
-    return why if choice.stock_types[index] else f"{why}; no stock type is allowed"
+    return why if kind else f"{why}; no stock type is allowed"
 
 
 def _comparison(decision: Decision) -> str:
     """Compares the predicted steps of the stock plan and of the best hot/cold plan."""
-    priced_ms = decision.choice.priced_ms
-    hot_cold_ms = min(ms for name, ms in priced_ms.items() if name != "stock")
+    hot_cold_ms = min(ms for name, ms in decision.priced_ms.items() if name != "stock")
     return (
-        f"a step is predicted to take {priced_ms['stock']:.1f} ms with stock tables and "
+        f"a step is predicted to take {decision.priced_ms['stock']:.1f} ms with stock tables and "
         f"{hot_cold_ms:.1f} ms with the packed exchange"
     )

@@ -109,9 +109,8 @@ def balance_homes(tables: Sequence[RowLoads], world_size: int) -> HomeBlocks:
     total = 0.0
     for t in order:
         total += weighted[t].total
-        cuts[t] = _with_rows_between(
-            _cut(weighted[t], aims * total - given), tables[t].num_embeddings
-        )
+        cut = _cut(weighted[t], aims * total - given)
+        cuts[t] = _with_rows_between(cut, tables[t].num_embeddings)
         given += weighted[t].before(cuts[t])
     balanced = [
         tuple(np.diff(cuts[t], prepend=0, append=table.num_embeddings).tolist())
@@ -126,11 +125,8 @@ def balance_homes(tables: Sequence[RowLoads], world_size: int) -> HomeBlocks:
 
 
 def _cut(table: RowLoads, targets: np.ndarray) -> np.ndarray:
-    """Finds ascending rows for which the load of all lower rows is nearest to the targets.
-
-    As a function of the row, this load jumps at rows with a load of their own, and is linear
-    between them.
-    """
+    """Finds ascending rows for which the load of all lower rows, which jumps at rows with a load of
+    their own and is linear between them, is nearest to the targets."""
     slope = table.spread_load / table.num_embeddings
     targets = np.maximum.accumulate(np.clip(targets, 0.0, table.total))
     below_U = table.before(table.rows_U)

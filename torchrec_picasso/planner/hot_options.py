@@ -14,7 +14,6 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
 
 from torch import Tensor
 from torchrec.distributed.planner.types import Perf, ShardingOption, Storage, Topology
@@ -30,16 +29,9 @@ from torchrec_picasso.planner.home_blocks import filled_blocks
 from torchrec_picasso.storage.exactness import HOT_COLD_KERNELS
 
 __all__ = [
-    "add_replica_storage",
-    "by_table",
-    "copy_options",
-    "cut_home_blocks",
-    "explain_shortage",
-    "hot_cold_options",
-    "optimizer_class",
-    "price_options",
-    "replica_budget_bytes",
-    "replica_bytes",
+    *("add_replica_storage", "by_table", "copy_options", "cut_home_blocks", "explain_shortage"),
+    *("hot_cold_options", "optimizer_class", "price_options"),
+    *("replica_budget_bytes", "replica_bytes"),
 ]
 
 _RESERVED_SHARE = 0.15
@@ -79,12 +71,14 @@ def hot_cold_options(
             "HotColdEmbeddingBagCollectionSharder)"
         )
     for option in kept:
+        # TorchRec's own cache settings in the user's constraints
+        names = [field.name for field in fields(CacheParams)] if option.cache_params else []
         option.cache_params = HotColdParams(
             hot_rows=hot_rows_H,
             wave=wave,
             form=form,
             num_micro_batches=num_micro_batches,
-            **_cache_settings(option.cache_params),
+            **{name: getattr(option.cache_params, name) for name in names},
         )
         option.cache_params.check(option.name, option.tensor.shape[0])
     return kept
@@ -101,11 +95,8 @@ def by_table(options: Sequence[ShardingOption]) -> dict[tuple[str, str], list[Sh
 def cut_home_blocks(
     options: list[ShardingOption], block_rows_W: Sequence[int] | None = None
 ) -> None:
-    """Sets the home blocks of one table's hot/cold options, in place.
-
-    ``block_rows_W`` has the number of home rows on each rank; ``None`` = TorchRec's blocks, or
-    equal blocks if those leave a rank without rows.
-    """
+    """Sets the home blocks of one table's hot/cold options, in place, to ``block_rows_W`` rows;
+    ``None`` = TorchRec's blocks, or equal blocks if those leave a rank without rows."""
     for option in options:
         num_rows = option.tensor.shape[0]
         if block_rows_W is None:
@@ -120,10 +111,8 @@ def cut_home_blocks(
 
 
 def copy_options(options: Sequence[ShardingOption]) -> list[ShardingOption]:
-    """Copies options and shards, so that ranks assigned to the copies do not change the originals.
-
-    Values that a planner replaces but never changes, such as times and hot rows, are shared.
-    """
+    """Copies options and shards, but no values that a planner replaces and never changes, such as
+    times and hot rows: ranks assigned to the copies do not change the originals."""
     copies = [copy.copy(option) for option in options]
     for copied in copies:
         copied.shards = [copy.copy(shard) for shard in copied.shards]
@@ -137,11 +126,8 @@ def optimizer_class(option: ShardingOption) -> type | None:
 
 
 def replica_bytes(option: ShardingOption) -> int:
-    """Computes the bytes of one rank's replicas, with optimizer state as TorchRec estimates it.
-
-    Source:
-        TorchRec ``planner/shard_estimators.py``, ``_calculate_optimizer_sizes``.
-    """
+    """Computes the bytes of one rank's replicas, with optimizer state as TorchRec estimates it in
+    ``planner/shard_estimators.py``, ``_calculate_optimizer_sizes``."""
     if not isinstance(option.cache_params, HotColdParams):
         return 0
     shape = option.tensor.shape
@@ -153,14 +139,11 @@ def replica_bytes(option: ShardingOption) -> int:
 
 
 def add_replica_storage(options: list[ShardingOption], compute_device: str) -> None:
-    """Adds the memory of replicas to every shard of hot/cold options, in place.
-
-    It is DDR on the CPU, else HBM, also for ``fused_uvm``, whose home rows are in host memory.
-    """
+    """Adds the memory of replicas to every shard of hot/cold options, in place: DDR on the CPU,
+    else HBM, also for ``fused_uvm``, whose home rows are in host memory."""
     on_cpu = compute_device == "cpu"
     for option in options:
-        num_bytes = replica_bytes(option)
-        if num_bytes:
+        if num_bytes := replica_bytes(option):
             extra = Storage(hbm=0 if on_cpu else num_bytes, ddr=num_bytes if on_cpu else 0)
             for shard in option.shards:
                 shard.storage = shard.storage + extra
@@ -191,25 +174,20 @@ def explain_shortage(options: Sequence[ShardingOption], topology: Topology) -> P
     if total <= available:
         return None
     largest = max(needed, key=lambda key: (needed[key], key))
-    replicas = {key: replica_bytes(option) for key, option in least.items()}
-    replica_total = sum(replicas.values())
+    replicas = sum(map(replica_bytes, least.values()))
     memory = "ddr" if topology.compute_device == "cpu" else "hbm"
     smallest = int(total / (1 - _RESERVED_SHARE)) + 1
     message = (
         f"the tables need {total:,.0f} bytes of {memory} per rank, but a rank has {available:,.0f} "
         f"({capacity:,.0f} less {_RESERVED_SHARE:.0%} that TorchRec reserves); the largest is "
-        f"table {largest[1]!r} with {needed[largest]:,.0f}, {replicas[largest]:,} of them "
-        f"replicas. Set {memory}_cap of the topology to at least {smallest:,}"
+        f"table {largest[1]!r} with {needed[largest]:,.0f}, {replica_bytes(least[largest]):,} of "
+        f"them replicas. Set {memory}_cap of the topology to at least {smallest:,}"
     )
-    without = total - replica_total
-    if replica_total and without <= available:
-        hot = sum(
-            option.cache_params.num_hot_rows
-            for option in least.values()
-            if isinstance(option.cache_params, HotColdParams)
-        )
+    if replicas and total - replicas <= available:
+        params = [option.cache_params for option in least.values()]
+        hot = sum(each.num_hot_rows for each in params if isinstance(each, HotColdParams))
         # replicas that fit, if all rows had the mean size
-        most = int(hot * (available - without) / replica_total)
+        most = int(hot * (available - (total - replicas)) / replicas)
         message += f", or request at most {most:,} hot rows instead of {hot:,}"
     return PlanError(message)
 
@@ -262,10 +240,3 @@ def price_options(
         for shard in option.shards:
             shard.perf = perf
     return unpriced
-
-
-def _cache_settings(constrained: CacheParams | None) -> dict[str, Any]:
-    """Returns TorchRec's own cache settings in the user's constraints."""
-    if constrained is None:
-        return {}
-    return {field.name: getattr(constrained, field.name) for field in fields(CacheParams)}

@@ -104,13 +104,11 @@ def hot_cold_planner(
                 f"{name} is a {type(value).__name__}, expected {kind.__name__}; create it with "
                 f"{source}"
             )
-    if curves is not None:
-        mismatch = curves.mismatch(world_size=topology.world_size, device=topology.compute_device)
-        if mismatch is not None:
-            warnings.warn(
-                f"{mismatch}: times are extrapolated; calibrate on the training hardware",
-                stacklevel=2,
-            )
+    device, world_size = topology.compute_device, topology.world_size
+    mismatch = curves.mismatch(world_size=world_size, device=device) if curves is not None else None
+    if mismatch is not None:
+        message = f"{mismatch}: times are extrapolated; calibrate on the training hardware"
+        warnings.warn(message, stacklevel=2)
     if "enumerator" in planner_kwargs:
         raise PlanError(
             "enumerator was given, but hot_cold_planner creates its own; leave it out, or create "
@@ -123,37 +121,23 @@ def hot_cold_planner(
     batch_size = batch_size or BATCH_SIZE
     # a proposer of the caller replaces the decided plan
     if planner_kwargs.get("proposer") is None:
-        planner_kwargs["proposer"] = DecidedPlan(_torchrec_proposers(topology.compute_device))
+        # TorchRec's proposers; on the CPU its grid search is slow and finds no better plan
+        greedy = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
+        others = greedy if device == "cpu" else [GridSearchProposer(), *greedy]
+        planner_kwargs["proposer"] = DecidedPlan(others)
+    costs = (hot_rows, stats, curves, num_waves, dense_ms)
     return HotColdPlanner(
         topology=topology,
         batch_size=batch_size,
-        enumerator=HotColdEnumerator(
-            topology,
-            batch_size,
-            hot_rows,
-            stats,
-            curves,
-            num_waves,
-            dense_ms,
-            constraints=constraints,
-        ),
+        enumerator=HotColdEnumerator(topology, batch_size, *costs, constraints=constraints),
         constraints=constraints,
         **planner_kwargs,
     )
 
 
-def _torchrec_proposers(device_type: str) -> list[Proposer]:
-    """Returns TorchRec's proposers; on the CPU without grid search, which is slow and finds no
-    better plan there."""
-    greedy = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
-    return greedy if device_type == "cpu" else [GridSearchProposer(), *greedy]
-
-
 class DecidedPlan(Proposer):
-    """Proposes the decided plan; the other proposers follow, in order, only if it does not fit.
-
-    The decision determines the sharding type of each table; TorchRec's partitioner places it.
-    """
+    """Proposes the decided plan, a sharding type per table, which TorchRec's partitioner places;
+    the other proposers follow, in order, only if it does not fit."""
 
     def __init__(self, others: Sequence[Proposer]) -> None:
         self._others = list(others)
@@ -167,20 +151,18 @@ class DecidedPlan(Proposer):
         self._decided = None
         if isinstance(enumerator, HotColdEnumerator):
             self._decided = enumerator.decided_options(search_space)
-        for proposer in self._others:
-            proposer.load(search_space, enumerator)
         self._left = list(self._others)
+        for proposer in self._left:
+            proposer.load(search_space, enumerator)
 
     def propose(self) -> list[ShardingOption] | None:
         """Returns the decided plan, or the next proposal of the other proposers."""
         if self._decided is not None:
             return self._decided
-        # an exhausted proposer returns None
         while self._left:
-            proposal = self._left[0].propose()
-            if proposal:
+            if proposal := self._left[0].propose():
                 return proposal
-            self._left.pop(0)
+            self._left.pop(0)  # it is exhausted
         return None
 
     def feedback(
@@ -225,11 +207,8 @@ class HotColdPlanner(EmbeddingShardingPlanner):
         return decision
 
     def explain(self) -> pd.DataFrame:
-        """Returns the placement of each table, and the reason: one line per table.
-
-        Raises:
-            PlanError: If there is no plan yet, or nothing was decided.
-        """
+        """Returns the placement of each table, and the reason, see :func:`.explain.explain`;
+        ``PlanError`` if there is no plan yet, or nothing was decided."""
         return explain(self.decision)
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:

@@ -41,21 +41,18 @@ from torchrec_picasso.storage.exactness import (
     why_not_its_rows,
 )
 
-__all__ = [
-    "TableRefusals",
-    "hot_cold_candidates",
-    "refusals_of",
-    "required_form",
-    "why_no_bags",
-]
+__all__ = ["TableRefusals", "hot_cold_candidates", "refusals_of", "required_form", "why_no_bags"]
 
 TablePath = tuple[str, str]
 """Path of the module, name of the table."""
 
-
 _USE_ROWS = "request form='rows'"
 _NO_REPLICAS = Refusal(
     what="form='bags' was requested, and owner-pooled tables have no replicas", instead=_USE_ROWS
+)
+_NOT_ALLOWED = Refusal(
+    what="its sharder or its constraints do not allow hot/cold",
+    instead="allow row_wise with kernel fused",
 )
 
 
@@ -78,34 +75,28 @@ def refusals_of(
     device_type: str,
 ) -> TableRefusals:
     """Collects the refusals of one table."""
-    refusal = why_not_its_rows(config)
-    if refusal is not None:
+    if (refusal := why_not_its_rows(config)) is not None:
         return TableRefusals(hot_cold=refusal)
-    data_type = config.data_type
-    first, is_owner_pooled = options[0], required_form(options) == "bags"
-    sharding_type = SHARDING_TYPE_OF[required_form(options) or "rows"]
-    kernels = [o.compute_kernel for o in options if o.sharding_type == sharding_type]
+    form, data_type = required_form(options) or "rows", config.data_type
+    kernels = [o.compute_kernel for o in options if o.sharding_type == SHARDING_TYPE_OF[form]]
     able = [kernel for kernel in kernels if kernel in HOT_COLD_KERNELS]
-    params = _fused_params(first, sharder_fused_params)
+    params = _fused_params(options[0], sharder_fused_params)
     if isinstance(params, Refusal):
         return TableRefusals(hot_cold=params, is_offered=bool(able))
-    refusal = why_not_exact(params, data_type=data_type, device_type=device_type)
-    no_bags = why_no_bags(options) if is_owner_pooled else None
     # the first reason counts: settings, form, options, memory
+    refusal = why_not_exact(params, data_type=data_type, device_type=device_type)
+    no_bags = why_no_bags(options) if form == "bags" else None
     if refusal is None and no_bags is not None:
         refusal = Refusal(what=f"form='bags' was requested, but {no_bags}", instead=_USE_ROWS)
-    if refusal is None and not kernels:
-        refusal = Refusal(
-            what="its sharder or its constraints do not allow hot/cold",
-            instead="allow row_wise with kernel fused",
-        )
-    if refusal is None:
-        in_memory = why_no_memory((able or kernels)[0], first.tensor.shape[1])
+    elif refusal is None and not kernels:
+        refusal = _NOT_ALLOWED
+    elif refusal is None:
+        in_memory = why_no_memory((able or kernels)[0], options[0].tensor.shape[1])
         if in_memory is not None:
             refusal = Refusal(what=f"it {in_memory.what}", instead=in_memory.instead)
     return TableRefusals(
         hot_cold=refusal,
-        hot_rows=_NO_REPLICAS if is_owner_pooled else why_no_hot_rows(params, data_type=data_type),
+        hot_rows=_NO_REPLICAS if form == "bags" else why_no_hot_rows(params, data_type=data_type),
         is_offered=bool(able),
         is_only_hot_cold=refusal is None and is_updated_only_here(params, device_type=device_type),
     )
@@ -114,11 +105,8 @@ def refusals_of(
 def _fused_params(
     option: ShardingOption, sharder_fused_params: dict[str, Any] | None
 ) -> dict[str, Any] | Refusal:
-    """Computes the TBE arguments that TorchRec will pass, FBGEMM types.
-
-    Source:
-        TorchRec ``distributed/embeddingbag.py`` ``create_sharding_infos_by_sharding``.
-    """
+    """Computes the TBE arguments that TorchRec will pass, FBGEMM types, as in its
+    ``distributed/embeddingbag.py`` ``create_sharding_infos_by_sharding``."""
     # copied, because the fused optimizer must not change
     optimizer_kwargs = dict(getattr(option.tensor, "_optimizer_kwargs", [{}])[0])
     optimizer = optimizer_class(option)
@@ -153,12 +141,8 @@ def why_no_bags(options: Sequence[ShardingOption]) -> str | None:
         return "its output is sequences, not bags"
     if not isinstance(module, EmbeddingBagCollection):
         return "feature processors weight its lookups on the rank of the batch"
-    kernels = {
-        option.compute_kernel
-        for option in options
-        if option.sharding_type == SHARDING_TYPE_OF["bags"]
-    }
-    if kernels.isdisjoint(HOT_COLD_KERNELS):
+    whole = [option for option in options if option.sharding_type == SHARDING_TYPE_OF["bags"]]
+    if not any(option.compute_kernel in HOT_COLD_KERNELS for option in whole):
         return "its sharder or its constraints do not allow table_wise with kernel fused"
     return None
 
@@ -195,25 +179,20 @@ def hot_cold_candidates(
             "a module of this model; pass HotColdEmbeddingBagCollectionSharder() or "
             "HotColdEmbeddingCollectionSharder() in sharders"
         )
-    for key, table_refusals in refusals.items():
-        _check_request(options_by_path[key], table_refusals, hot_rows)
-    able = {
-        table: options_by_path[path, table][0].tensor.shape[0]
-        for (path, table), table_refusals in refusals.items()
-        if table_refusals.hot_cold is None
-    }
+    for key, found in refusals.items():
+        _check_request(options_by_path[key], found, hot_rows)
+    able = {key: options_by_path[key][0].tensor.shape[0] for key in refusals}
     if isinstance(hot_rows, Integral):
-        _check_total(options_by_path, refusals, int(hot_rows))
-    return able
+        _check_total(options_by_path, refusals, able, int(hot_rows))
+    return {key[1]: rows for key, rows in able.items() if refusals[key].hot_cold is None}
 
 
 def _refuse_elsewhere(option: ShardingOption, sharders: Sequence[Any]) -> None:
     """Refuses hot rows of a table whose sharder does not support them."""
     path, module = option.module
     (sharder,) = (s for s in sharders if s.module_type is type(module))
-    able = "HotColdEmbeddingBagCollectionSharder"
-    if isinstance(module, EmbeddingCollection):
-        able = "HotColdEmbeddingCollectionSharder"
+    kind = "" if isinstance(module, EmbeddingCollection) else "Bag"
+    able = f"HotColdEmbedding{kind}CollectionSharder"
     raise PlanError(
         f"hot_rows names table {option.name!r} of module {path!r} "
         f"({type(module).__name__}), whose sharder {type(sharder).__name__} cannot place "
@@ -222,9 +201,7 @@ def _refuse_elsewhere(option: ShardingOption, sharders: Sequence[Any]) -> None:
 
 
 def _check_request(
-    options: list[ShardingOption],
-    refusals: TableRefusals,
-    hot_rows: int | Mapping[str, int] | None,
+    options: list[ShardingOption], refusals: TableRefusals, hot_rows: int | Mapping[str, int] | None
 ) -> None:
     """Refuses a request by name for a table that cannot be hot/cold or have hot rows."""
     option = options[0]
@@ -233,9 +210,9 @@ def _check_request(
             return
         source, num_hot_rows = "hot_rows names", hot_rows[option.name]
     elif isinstance(option.cache_params, HotColdParams):
-        source, num_hot_rows = "the constraints name", option.cache_params.num_hot_rows
-        if hot_rows is not None:
-            num_hot_rows = 0  # a total replaces the hot rows of constraints
+        # a total replaces the hot rows of constraints
+        num_hot_rows = option.cache_params.num_hot_rows if hot_rows is None else 0
+        source = "the constraints name"
     else:
         return
     if refusals.hot_cold is not None:
@@ -254,19 +231,16 @@ def _check_request(
 def _check_total(
     options_by_path: Mapping[TablePath, list[ShardingOption]],
     refusals: Mapping[TablePath, TableRefusals],
+    num_rows: Mapping[TablePath, int],
     hot_rows: int,
 ) -> None:
     """Refuses a total larger than the rows of all tables that can have hot rows."""
-    if all(table_refusals.hot_cold is not None for table_refusals in refusals.values()):
-        for key, table_refusals in refusals.items():
-            _refuse_if_not_offered(options_by_path[key], table_refusals)
-    num_able, left_out = 0, []
-    for key, table_refusals in refusals.items():
-        refusal = table_refusals.hot_cold or table_refusals.hot_rows
-        if refusal is None:
-            num_able += options_by_path[key][0].tensor.shape[0]
-        else:
-            left_out.append((key[1], refusal))
+    if all(found.hot_cold is not None for found in refusals.values()):
+        for key, found in refusals.items():
+            _refuse_if_not_offered(options_by_path[key], found)
+    reasons = {key: found.hot_cold or found.hot_rows for key, found in refusals.items()}
+    left_out = [(table, reason) for (_, table), reason in reasons.items() if reason is not None]
+    num_able = sum(num_rows[key] for key, reason in reasons.items() if reason is None)
     # without left-out tables, select_hot_rows reports a total that is too large
     if hot_rows > num_able and left_out:
         table, refusal = left_out[0]

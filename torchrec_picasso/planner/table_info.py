@@ -16,18 +16,11 @@ from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.cost.table_work import TableLoad
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.frequency.collect import table_configs
-from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.choice import TableInfo
 from torchrec_picasso.planner.hot_options import optimizer_class
 from torchrec_picasso.planner.refusals import TableRefusals, required_form, why_no_bags
 
-__all__ = [
-    "assumed_curves",
-    "config_of",
-    "dense_bytes_of",
-    "table_info",
-    "stock_types_of",
-]
+__all__ = ["assumed_curves", "config_of", "dense_bytes_of", "table_info", "stock_types_of"]
 
 _BYTES_PER_MS_TO_GB_PER_S = 1e-6
 
@@ -41,8 +34,7 @@ def table_info(
     constrained_types: Collection[str] | None,
 ) -> TableInfo:
     """Builds the information about one table whose sharder supports hot/cold tables."""
-    first = options[0]
-    config = config_of(first)
+    first, config = options[0], config_of(options[0])
     num_features = len(config.feature_names)
     # without statistics: pooling factors of the constraints, 1 by default, for each feature
     lookups_per_sample = sum(first.input_lengths) / max(1, len(first.input_lengths)) * num_features
@@ -64,16 +56,14 @@ def table_info(
         element_bytes=first.tensor.element_size(),
         optimizer_share=optimizer_multiplier(optimizer_class(first), first.tensor.shape),
     )
-    is_fixed = isinstance(first.cache_params, HotColdParams)
+    is_only_hot_cold = required_form(options) is not None or refusals.is_only_hot_cold
     return TableInfo(
         load=load,
         not_hot_cold=refusals.hot_cold.what if refusals.hot_cold else None,
         no_hot_rows=refusals.hot_rows.what if refusals.hot_rows else None,
         no_bags=why_no_bags(options),
         required_form=required_form(options),
-        stock_types=()
-        if is_fixed or refusals.is_only_hot_cold
-        else stock_types_of(options, constrained_types),
+        stock_types=() if is_only_hot_cold else stock_types_of(options, constrained_types),
         module=first.path,
     )
 
@@ -83,11 +73,10 @@ def stock_types_of(
 ) -> tuple[str, ...]:
     """Returns the stock sharding types that the planner may choose.
 
-    Two types are returned only if the user's constraints name them: column-wise sharding of a
-    row-wise optimizer, which has a state per column shard and so trains another model, and
-    data-parallel sharding, which needs an optimizer in the dense part. Row-wise sharding that
-    leaves a rank without rows is excluded if there is another type, because FBGEMM assumes that
-    tables without rows are in GPU memory.
+    Only if the user's constraints name types: column-wise sharding of a row-wise optimizer, which
+    has a state per column shard and so trains another model, and data-parallel sharding, which
+    needs an optimizer in the dense part. Only without other types: row-wise sharding that leaves a
+    rank without rows, because FBGEMM assumes that tables without rows are in GPU memory.
     """
     offered = {option.sharding_type for option in options}
     found = [kind for kind in STOCK_TYPES if kind in offered]

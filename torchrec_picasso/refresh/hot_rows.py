@@ -6,12 +6,11 @@ Shape letters: H hot rows of a pack, C candidates, T tables, s rows that change 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from torchrec_picasso.refresh.census import Census, uses_of
+from torchrec_picasso.refresh.saved_uses import Census, uses_of
 from torchrec_picasso.rows.route import Route
 from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.row_uses import RowUses
@@ -109,7 +108,7 @@ def _take_over_uses(uses: RowUses, homes: HotHomes, old_slot_H: Tensor) -> None:
 
 def _by_table(route: Route, ids_H: Tensor) -> list[Tensor]:
     """Splits packed ids, ascending, into the hot rows of each table of a route."""
-    bases = list(accumulate((table.num_embeddings for table in route.tables), initial=0))
     ids_H = ids_H.cpu()
-    edges = torch.searchsorted(ids_H, torch.tensor(bases)).tolist()
-    return [ids_H[low:high] - base for base, (low, high) in zip(bases, pairwise(edges))]
+    ranges = torch.tensor([(base, end) for _, base, end in route.id_ranges()])
+    edges = torch.searchsorted(ids_H, ranges).tolist()
+    return [ids_H[low:high] - base for (base, _), (low, high) in zip(ranges.tolist(), edges)]

@@ -21,6 +21,7 @@ def test_two_ranks_write_curves_that_planning_reads(tmp_path: Path, capsys: Capt
     curves = CommCurves.from_json(out)
     assert (curves.world_size, curves.ranks_per_host, curves.device) == (2, 2, "cpu")
     assert not curves.local.measured
+    assert {"date_utc", "cpu", "torch"} <= set(curves.measured_on)
     for name in COLLECTIVES:
         assert len(curves.collectives[name].sent_bytes) == 2
         assert curves.ms(name, 4096) > 0

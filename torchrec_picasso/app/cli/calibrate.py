@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torchrec_picasso.app.cli.launcher import run_on_ranks
 from torchrec_picasso.app.cli.outputs import check_outputs
 from torchrec_picasso.app.config import TrainConfig, load_config
+from torchrec_picasso.app.launch.environment import describe_environment
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.runs.dense_probe import measure_dense
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> None:
     )
     if curves is None:  # another rank of torchrun writes
         return
+    measured_on = {**describe_environment(), **curves.measured_on}
+    curves = dataclasses.replace(curves, measured_on=measured_on)
     curves.to_json(Path(args.out))
     print_curves(curves)
     print(f"wrote {args.out}")
@@ -93,6 +96,9 @@ def calibrate_on_rank(
         budget_s=budget_s,
         advance=advance,
     )
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+        curves = dataclasses.replace(curves, measured_on={"gpu": gpu})
     if with_local:
         progress.tell("local work")
         local = measure_local_costs(device, progress.advance)
@@ -109,17 +115,14 @@ def print_curves(curves: CommCurves) -> None:
     environment = curves.measured_on
     print(
         f"\n{curves.world_size} ranks, {curves.ranks_per_host} per host, {curves.backend} on "
-        f"{curves.device} ({environment.get('hardware', '?')}), {environment.get('date_utc', '?')}"
+        f"{curves.device} ({environment.get('gpu', environment.get('cpu', '?'))}), "
+        f"{environment.get('date_utc', '?')}"
     )
-    print(
-        f"  {'collective':<20}{'latency ms':>12}{'GB/s':>9}{'fit error, median':>19}{'worst':>8}"
-        f"{'largest, MB':>13}"
-    )
+    print(f"  {'collective':<20}{'latency ms':>12}{'GB/s':>9}{'largest, MB':>13}")
     for name in COLLECTIVES:
         curve = curves.collectives[name]
         print(
             f"  {name:<20}{curve.latency_ms:>12.3f}{curve.gbytes_per_s:>9.3f}"
-            f"{curve.median_error:>19.0%}{curve.worst_error:>8.0%}"
             f"{curve.sent_bytes[-1] / 1e6:>13.3f}"
         )
     local = curves.local

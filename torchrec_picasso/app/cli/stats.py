@@ -27,8 +27,12 @@ from torchrec_picasso.app.zoo.registry import build_model, make_source
 from torchrec_picasso.app.zoo.tables import table_specs
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, select_hot_rows
-from torchrec_picasso.frequency.collect import count_lookups, model_tables
-from torchrec_picasso.frequency.files import CHUNK_ROWS, num_samples_of
+from torchrec_picasso.frequency.collect import (
+    CHUNK_ROWS,
+    count_lookups,
+    model_tables,
+    num_samples_of,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
