@@ -24,7 +24,6 @@ ROWS = (
     ("placement", "frequency", "exchange", "batches", "schedule"),
     ("cost", "storage"),
     ("rows", "proof"),
-    ("refresh",),
     ("sharding", "planner"),
     ("train_pipeline",),
     ("app/launch", "app/config"),

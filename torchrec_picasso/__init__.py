@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchrec_picasso.frequency.stats import FrequencyStats
     from torchrec_picasso.placement import HotColdParams
     from torchrec_picasso.planner.planner import hot_cold_planner
-    from torchrec_picasso.refresh.policy import Refresh
+    from torchrec_picasso.rows.refresh_policy import Refresh
     from torchrec_picasso.sharding.plain_state import export_plain
     from torchrec_picasso.sharding.sharded_module import HotRowRefresher
     from torchrec_picasso.sharding.sharder import (

@@ -24,10 +24,10 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_picasso._torchrec import EmbeddingShardingInfo
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import SHARDING_TYPE_OF, HotColdParams
-from torchrec_picasso.refresh.policy import Refresh
-from torchrec_picasso.refresh.refresher import Refreshed, Refresher
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.refresh_policy import Refresh
+from torchrec_picasso.rows.refresher import Refreshed, Refresher
 from torchrec_picasso.rows.valid_features import valid_features
 from torchrec_picasso.sharding.delta_tracker import lookup_tracker
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding

@@ -19,7 +19,7 @@ from torchrec_picasso.batches.feed import SplitBatch
 from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import CompatError, ConfigError
-from torchrec_picasso.refresh.policy import Refresh
+from torchrec_picasso.rows.refresh_policy import Refresh
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.step_report import OnStep

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchrec_picasso.exchange.tally import WireTally, tallied
-from torchrec_picasso.refresh.refresher import Refreshed
 from torchrec_picasso.rows.batch_rows import BatchRows
+from torchrec_picasso.rows.refresher import Refreshed
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from torchrec_picasso.app.config import CheckpointConfig, PipelineConfig, TrainC
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.profiling import ProfileRequest, StepProfiler, check_profile
 from torchrec_picasso.app.runs.train import train_on_rank
-from torchrec_picasso.refresh.refresher import Refreshed
+from torchrec_picasso.rows.refresher import Refreshed
 from torchrec_picasso.train_pipeline.step_report import StepReport, StepReports
 
 STEPS = 12

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchrec_picasso.refresh.policy import Refresh
+from torchrec_picasso.rows.refresh_policy import Refresh
 from torchrec_picasso.rules import Rules, rule, shown
 
 PLACEMENTS = ("hot_cold", "table_wise", "row_wise", "column_wise", "planner")

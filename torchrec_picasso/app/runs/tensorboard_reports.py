@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchrec_picasso.errors import ConfigError, PicassoError
-from torchrec_picasso.refresh.refresher import Refreshed
+from torchrec_picasso.rows.refresher import Refreshed
 from torchrec_picasso.train_pipeline.step_report import StepReport
 
 _FLUSH_S = 10

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchrec_picasso import Refresh
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.refresh.hot_rows import choose_swaps
+from torchrec_picasso.rows.hot_rows import choose_swaps
 
 HOT_USES = torch.tensor([9.0, 2.0, 5.0, 2.0])
 IDS = torch.tensor([40, 10, 30, 20])

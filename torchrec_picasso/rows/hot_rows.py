@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrec_picasso.refresh.saved_uses import Census, uses_of
 from torchrec_picasso.rows.route import Route
+from torchrec_picasso.rows.saved_uses import Census, uses_of
 from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.row_uses import RowUses
 
