@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -38,18 +38,20 @@ def test_the_library_adds_no_handlers() -> None:
 
 def test_a_batch_that_cannot_be_split_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="torchrec_picasso")
-    taken: Any = SimpleNamespace(read=lambda batch, context: ({}, 8))
+    taken: Any = SimpleNamespace(
+        read=lambda batch, context: ({}, 8), has_stock_means=False, shares_rows=True
+    )
     cuts: Any = SimpleNamespace(current=Setting(2, True))
     nothing: Any = None
     in_flight = InFlight(
         torch.nn.Linear(1, 1),
-        nothing,
+        cast(Any, SimpleNamespace()),
         PipelineOptions(),
         cuts,
         Lifecycle(),
         IdStream(None, None),
     )
-    in_flight._taken = taken
+    in_flight.work_with(taken, nothing, nothing)
     for _ in range(2):
         inflight = in_flight._prepared(Fetched({"ids": object()}, nothing))
         assert inflight.sizes_K == [8, 0]

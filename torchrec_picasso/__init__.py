@@ -52,7 +52,7 @@ MODULES = {
     "PeerError": "errors",
     "PicassoError": "errors",
     "PlanError": "errors",
-    "Refresh": "refresh.policy",
+    "Refresh": "rows.refresh_policy",
     "StepReport": "train_pipeline.step_report",
     "StepReports": "train_pipeline.step_report",
     "TensorBoardReports": "app.runs.tensorboard_reports",
