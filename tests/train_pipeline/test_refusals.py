@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from tests.sharding.jobs import PLAIN, Job, Model, build, make_batch, result_of
+from tests.sharding.sequence_jobs import SequenceJob, build_sequences
 from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import (
     Run,
@@ -27,6 +28,7 @@ from tests.train_pipeline.runs import (
     plain_steps,
     run_to_the_end,
 )
+from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import CompatError
 
@@ -333,6 +335,36 @@ def test_weights_whose_gradients_leave_the_rank_are_refused_on_all_at_once() -> 
     for told in told_0:
         assert told.startswith("rank 1: the per-sample weights of features")
         assert "form='rows'" in told
+
+
+def _weights_come(rank: int, world_size: int) -> str:
+    """Bags and sequences share an exchange; the fourth batch of rank 1 has weights."""
+    job = SequenceJob(placement={"*": 2}, batch_sizes=(24,))
+    pipeline = pipeline_of(build_sequences(job, world_size), num_micro_batches=2)
+    batches = [make_batch(job, rank, step) for step in range(6)]
+    if rank == 1:
+        kjt = batches[3].sparse_features
+        batches[3].sparse_features = KeyedJaggedTensor(
+            kjt.keys(), kjt.values(), torch.ones(kjt.values().numel()), kjt.lengths()
+        )
+    with pytest.raises(CompatError) as refused:
+        run_to_the_end(pipeline, iter(batches))
+    return str(refused.value)
+
+
+def test_weights_that_come_later_are_refused_on_all_at_once() -> None:
+    told_0, told_1 = run_ranks(_weights_come, 2, timeout_s=60)
+    assert told_0 == told_1
+    assert "have per-sample weights and those of" in told_0
+
+
+def test_methods_that_would_not_be_called_are_refused() -> None:
+    class Own(InterleavedTrainPipeline):
+        def enqueue_batch(self, dataloader_iter: Any) -> bool:
+            return bool(super().enqueue_batch(dataloader_iter))
+
+    with pytest.raises(CompatError, match="Own overrides enqueue_batch, which"):
+        Own(torch.nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)], lr=0.1), torch.device("cpu"))
 
 
 def _sealed(rank: int, world_size: int) -> list[str]:

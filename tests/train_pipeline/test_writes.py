@@ -279,6 +279,49 @@ def test_a_write_between_a_forward_and_its_update_is_refused() -> None:
             assert "'c' was written between a forward and the update of its backward" in told
 
 
+def _write_before_lookup(rank: int, world_size: int) -> str:
+    model, calls = build(Job(placement={"*": 0}), rank, world_size), []
+
+    def forward(batch: Batch) -> Any:
+        calls.append(batch)
+        if len(calls) == 3:
+            _halve(model)
+        return model(batch)
+
+    pipeline = pipeline_of(model, num_micro_batches=1, custom_model_fwd=forward)
+    with pytest.raises(PicassoError) as refused:
+        run_to_the_end(pipeline, iter(batches_of(ROWS, rank, range(5))))
+    return str(refused.value)
+
+
+def test_a_write_in_a_forward_before_the_lookup_is_refused() -> None:
+    """The rows were fetched before; stock TorchRec looks up what was written."""
+    for told in run_ranks(_write_before_lookup, 2, timeout_s=60):
+        assert "was written in a forward, after the rows that it looks up were fetched" in told
+
+
+def _set_rate(model: Any) -> None:
+    for group in model.fused_optimizer.param_groups:
+        group["lr"] = 0.5
+
+
+def _rate_in_iterator(rank: int, world_size: int) -> list[Run]:
+    runs = []
+    for driver in DRIVERS:
+        model = build(ROWS, rank, world_size)
+        reader = _Reader(batches_of(ROWS, rank, range(7)), 4, [partial(_set_rate, model)])
+        outputs = run_to_the_end(make_driver(driver, model), reader)
+        runs.append((result_of(model, []), outputs))
+    return runs
+
+
+def test_a_learning_rate_of_the_data_iterator_comes_as_under_torchrecs_pipeline() -> None:
+    """In the step after that in which the batch is read: gradients are cleared before."""
+    by_rank = run_ranks(_rate_in_iterator, 2, timeout_s=100)
+    for mine in range(1, len(DRIVERS)):
+        compare_runs(by_rank, mine, 0)
+
+
 JOB = Job(placement={"*": 6, "c": 0}, tables=PLAIN, num_steps=7)
 """Rank 0 is home to the first half of each table."""
 CHANGED = {"sound": None, "weight": (1, "weights", 8), "state": (0, "sum", 3), "nan": None}

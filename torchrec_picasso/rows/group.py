@@ -169,6 +169,11 @@ class RowGroup:
         """Whether rows on this rank were written from outside since :meth:`apply_writes`."""
         return any(storage.was_written() for storage in self.storages)
 
+    def check_unwritten(self) -> None:
+        """Raises PicassoError on this rank, as :meth:`.RowStorage.check_unwritten`."""
+        for storage in self.storages:
+            storage.check_unwritten()
+
     @property
     def num_updates(self) -> int:
         """Number of training steps of all packs, by any driver of these tables."""

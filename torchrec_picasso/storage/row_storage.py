@@ -200,6 +200,17 @@ class RowStorage(nn.Module):
         self._was_written |= self._versions() != self._known_versions
         return self._was_written
 
+    def check_unwritten(self) -> None:
+        """Raises PicassoError if home rows were written since the ranks last agreed on writes.
+
+        The rows that a forward looks up were fetched before: they do not have the write.
+        """
+        if self.was_written():
+            raise PicassoError(
+                f"table {', '.join(map(repr, self._names))} was written in a forward, after the "
+                "rows that it looks up were fetched; write between steps"
+            )
+
     def fill_replicas(self) -> None:
         """Refills all replicas from the home rows and clears the written flag. Collective."""
         with self._writing():

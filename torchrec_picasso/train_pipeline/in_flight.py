@@ -150,10 +150,17 @@ class InFlight:
     def fill(self, batches: Iterator[Any]) -> None:
         """Fetches batches until a step has all that it works on, or data has ended. Collective.
 
-        All ranks raise StopIteration, and the step does not begin, if not all have a batch and all
-        must.
+        As in TorchRec's pipeline, gradients are cleared before the last of them is read: that
+        passes learning rates to FBGEMM, and may change the model. All ranks raise StopIteration,
+        and the step does not begin, if not all have a batch and all must.
         """
-        while len(self._inflights) < NUM_BATCHES and not self._feed.has_ended:
+        self._fetch_up_to(NUM_BATCHES - 1, batches)
+        if self._model.training:
+            self._given.program.zero_grad()
+        self._fetch_up_to(NUM_BATCHES, batches)
+
+    def _fetch_up_to(self, num_batches: int, batches: Iterator[Any]) -> None:
+        while len(self._inflights) < num_batches and not self._feed.has_ended:
             fetched = self._feed.following(self._pg, batches, self._inflights[-1].batch)
             if fetched is None:
                 return
@@ -174,9 +181,6 @@ class InFlight:
             else evaluation_schedule(*settings, num_waves=self._num_waves)
         )
         self._cuts.start_step()
-        if is_training:
-            # first of all: it passes learning rates to FBGEMM, and may change the model
-            self._given.program.zero_grad()
         agreement = self._ask()
         with self._lifecycle.in_step():
             self._lead(schedule)

@@ -40,6 +40,7 @@ from torchrec_picasso.train_pipeline.options import (
     refuse_backward_hook,
     refuse_model,
     refuse_options,
+    refuse_overrides,
 )
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 from torchrec_picasso.train_pipeline.regroup import replace_regroups, restore_regroups
@@ -131,6 +132,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             clear_data_dist_inputs=clear_data_dist_inputs,
             async_inplace_copy=async_inplace_copy,
         )
+        refuse_overrides(type(self))
         refuse_model(model)
         super().__init__(
             model,

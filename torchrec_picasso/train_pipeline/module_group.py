@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso.batches.join import join_outputs
+from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
@@ -60,11 +61,19 @@ class ModuleGroup:
 
         Raises CompatError on this rank alone.
         """
+        weighted: dict[bool, list[str]] = {True: [], False: []}
         for name, module in self.modules.items():
             features = _features_in(module, inputs[name])
             self.rows.check(features)
+            weighted[_is_weighted(module, features.weights_or_none() is not None)].append(name)
             if self._is_odd:
                 check_inverse_indices(features)
+        if all(weighted.values()):
+            raise CompatError(
+                f"the features of {', '.join(weighted[True])} have per-sample weights and those of "
+                f"{', '.join(weighted[False])} have none, unlike in the first batch, by which they "
+                "share an exchange; give the features of all batches weights, or of none"
+            )
 
     def request(
         self, inputs: Mapping[str, ModuleInput], sizes_K: Sequence[int], has_data: bool
@@ -92,6 +101,7 @@ class ModuleGroup:
 
     def output(self, name: str, parts: Sequence[tuple[PartRows, int]]) -> LazyAwaitable[Any]:
         """Computes a module's output from the rows and numbers of samples of micro-batches."""
+        self.rows.check_unwritten()
         module = self.modules[name]
         compute = partial(spread, module) if self._is_odd else module.output
         outputs = [compute(rows) for rows, _ in parts]
@@ -107,6 +117,11 @@ def _features_in(module: ScheduledModule, given: ModuleInput) -> KeyedJaggedTens
     return maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
 
 
+def _is_weighted(module: ScheduledModule, has_weights: bool) -> bool:
+    """Whether weights travel with the module's ids; sequences have no use for them."""
+    return module.group.plan.takes_weights and (has_weights or isinstance(module, ProcessedModule))
+
+
 def group_modules(
     modules: Mapping[str, ScheduledModule], weighted: Collection[str], odd: Collection[str] = ()
 ) -> list[ModuleGroup]:
@@ -119,8 +134,7 @@ def group_modules(
     # a module with several waves has its own name in the key, so it travels alone.
     for name, module in modules.items():
         ranks = module.group.ranks
-        has_weights = name in weighted or isinstance(module, ProcessedModule)
-        is_weighted = has_weights and module.group.plan.takes_weights
+        is_weighted = _is_weighted(module, name in weighted)
         alone = name if module.group.is_staggered else None
         key = (name in odd, ranks.pg, *ranks.wire, is_weighted, alone)
         alike.setdefault(key, {})[name] = module

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from torchrec_picasso.batches.feed import SplitBatch
 from torchrec_picasso.batches.join import join_outputs
@@ -143,6 +144,31 @@ def refuse_options(**options: bool) -> None:
             f"InterleavedTrainPipeline does not take {'; '.join(refused)}. "
             "TrainPipelineSparseDist does"
         )
+
+
+_NOT_CALLED = (
+    "_init_pipelined_modules",
+    "_pipeline_model",
+    "_set_module_context",
+    "_wait_for_batch",
+    "clear_sparse_data_dist_inputs",
+    "dequeue_batch",
+    "enqueue_batch",
+    "fill_pipeline",
+    "start_sparse_data_dist",
+    "sync_embeddings",
+)
+"""Methods of TorchRec's pipeline that the schedule of this one has no use for."""
+
+
+def refuse_overrides(pipeline: type) -> None:
+    """Refuses a subclass whose methods TorchRec's pipeline would call and this one would not."""
+    for name in _NOT_CALLED:
+        if getattr(pipeline, name) is not getattr(TrainPipelineSparseDist, name):
+            raise CompatError(
+                f"{pipeline.__name__} overrides {name}, which InterleavedTrainPipeline does not "
+                "call; override copy_batch_to_gpu or progress, or use TrainPipelineSparseDist"
+            )
 
 
 def refuse_model(model: nn.Module) -> None:
