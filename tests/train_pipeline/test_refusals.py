@@ -17,7 +17,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from tests.sharding.jobs import PLAIN, Job, Model, build, make_batch, result_of
+from tests.sharding.jobs import PLAIN, Job, Model, build, dense_optimizer, make_batch, result_of
 from tests.sharding.sequence_jobs import SequenceJob, build_sequences
 from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import (
@@ -356,6 +356,25 @@ def test_weights_that_come_later_are_refused_on_all_at_once() -> None:
     told_0, told_1 = run_ranks(_weights_come, 2, timeout_s=60)
     assert told_0 == told_1
     assert "have per-sample weights and those of" in told_0
+
+
+class _TwoBackwards(InterleavedTrainPipeline[Any, Any]):
+    def _backward(self, losses: Tensor) -> None:
+        losses.backward(retain_graph=True)
+        losses.backward()
+
+
+def _backward_twice(rank: int, world_size: int) -> str:
+    model = build(dataclasses.replace(JOB, placement={"*": 0}), rank, world_size)
+    pipeline = _TwoBackwards(model, dense_optimizer(model), torch.device("cpu"))
+    with pytest.raises(CompatError) as refused:
+        run_to_the_end(pipeline, iter(batches_of(JOB, rank, range(3))))
+    return str(refused.value)
+
+
+def test_a_second_backward_of_a_step_is_refused() -> None:
+    for told in run_ranks(_backward_twice, 2, timeout_s=60):
+        assert "ebc: a second backward of one step reaches its tables" in told
 
 
 def test_methods_that_would_not_be_called_are_refused() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrec_picasso._torchrec import TrainPipelineContext
 from torchrec_picasso.batches.feed import AnyData, Fetched
+from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.batch_gradients import BatchGradients
 from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.request import RowRequest
@@ -48,6 +49,8 @@ class InFlightBatch:
     outputs_K: dict[int, Any] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     """Names of interleaved modules that received a gradient."""
+    gradients_of: set[tuple[str, int]] = field(default_factory=set)
+    """Modules and micro-batches of the gradients."""
     shares_rows: bool = True
     """Whether micro-batches may not run depth first, see :func:`.is_depth_first`."""
     is_whole: bool = False
@@ -153,6 +156,13 @@ class InFlightBatch:
 
         If the model runs a module without gradients, or stops its gradients, this is not called.
         """
+        if (name, index) in self.gradients_of:
+            raise CompatError(
+                f"{name}: a second backward of one step reaches its tables, which TorchRec updates "
+                "in every backward; run one backward, of the sum of the losses, or use "
+                "TrainPipelineSparseDist with stock tables"
+            )
+        self.gradients_of.add((name, index))
         self.trained.add(name)
         gradients.add(index, grads_M, number)
 
