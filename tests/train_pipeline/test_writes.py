@@ -279,6 +279,26 @@ def test_a_write_between_a_forward_and_its_update_is_refused() -> None:
             assert "'c' was written between a forward and the update of its backward" in told
 
 
+def _write_and_look(rank: int, world_size: int) -> tuple[Run, Run]:
+    """A forward by hand finds the write first, while rows of the pipeline are in flight."""
+    mine, plain = (build(ROWS, rank, world_size) for _ in range(2))
+    pipeline, batches = pipeline_of(mine, num_micro_batches=2), batches_of(ROWS, rank, range(6))
+    reader = iter(batches)
+    outputs = [pipeline.progress(reader) for _ in range(2)]
+    pipeline.detach()
+    _halve(mine)
+    with torch.no_grad():
+        mine.eval()(batches[0])
+    mine.train()
+    outputs += run_to_the_end(pipeline, reader)
+    expected = plain_steps(plain, batches, before_step=lambda s: _halve(plain) if s == 2 else None)
+    return (result_of(mine, []), outputs), (result_of(plain, []), expected)
+
+
+def test_a_write_that_a_forward_by_hand_found_first_is_found() -> None:
+    compare_runs(run_ranks(_write_and_look, 2, timeout_s=60), 0, 1)
+
+
 def _write_before_lookup(rank: int, world_size: int) -> str:
     model, calls = build(Job(placement={"*": 0}), rank, world_size), []
 

@@ -175,9 +175,9 @@ class RowGroup:
             storage.check_unwritten()
 
     @property
-    def num_updates(self) -> int:
-        """Number of training steps of all packs, by any driver of these tables."""
-        return sum(storage.num_updates for storage in self.storages)
+    def num_changes(self) -> int:
+        """Number of updates of all packs, and of writes taken over, by any driver of the tables."""
+        return sum(storage.num_changes for storage in self.storages)
 
     def apply_writes(self) -> None:
         """Broadcasts every hot row from its home rank to all replicas. Collective."""

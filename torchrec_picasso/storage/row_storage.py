@@ -72,8 +72,8 @@ class RowStorage(nn.Module):
         """Home rows with a separate version counter, for callers that take ``.data`` of them."""
         self._known_versions = self._versions()
         self._was_written = True  # replicas are not filled
-        self.num_updates = 0
-        """Number of training steps that updated rows, by any driver."""
+        self.num_changes = 0
+        """Number of updates, and of writes from outside that were taken over, by any driver."""
         self.uses: RowUses | None = None
         """Access counts; ``None`` if not requested."""
 
@@ -146,7 +146,7 @@ class RowStorage(nn.Module):
                     "the write; write between steps"
                 )
             self.tables.update(rows_n, touched.slots_t, grads_mD, bags)
-            self.num_updates += 1
+            self.num_changes += 1
             # All ranks updated their replicas; the home rank copies weights and states to its home
             # rows.
             for rows in self.tables.per_row() if self.num_hot_rows else ():
@@ -217,6 +217,7 @@ class RowStorage(nn.Module):
             for rows in self.tables.per_row() if self.num_hot_rows else ():
                 self.hot_homes.broadcast(rows.homes, rows.replicas, self._ranks)
         self._was_written = False
+        self.num_changes += 1  # rows that were fetched before do not have the writes
 
     def before_reading(self) -> None:
         """Orders later reads of home rows on the current stream after the last update."""

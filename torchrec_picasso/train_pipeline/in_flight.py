@@ -78,7 +78,7 @@ class InFlight:
         self._peers: Peers | None = None
         self._op: Op | str = ""
         self._led: set[Op] = set()  # operations that ran ahead of a step that has not begun
-        self._num_updates = 0  # of the tables, when this pipeline last fetched rows
+        self._num_changes = 0  # of the tables, when this pipeline last fetched rows
         self._has_logged = False
 
     def __len__(self) -> int:
@@ -188,7 +188,7 @@ class InFlight:
             if flags.homes_written:
                 for rows in inflight.rows:
                     rows.fetch_again()
-                self._num_updates = self._taken.num_updates
+                self._num_changes = self._taken.num_changes
         if not is_training:
             inflight.is_whole = True
             self._cuts.train_whole_next()
@@ -197,7 +197,7 @@ class InFlight:
         inflight.is_whole = counts_gradients(self._model)
         self._cuts.decide(inflight, flags.model_changed)
         self._run(schedule)
-        self._num_updates = self._taken.num_updates
+        self._num_changes = self._taken.num_changes
         self._cuts.end_step(settings)
 
     def end_step(self) -> InFlightBatch:
@@ -242,10 +242,11 @@ class InFlight:
 
     def _ask(self) -> Agreement:
         """Starts to agree with all ranks on the flags of a step. Collective."""
-        # another pipeline, or a loop while the model was detached, may have trained the same tables
-        was_trained = self._taken.num_updates != self._num_updates
+        # another driver of the tables may have trained them, or taken over what was written, while
+        # rows of this one were in flight
+        was_changed = self._taken.num_changes != self._num_changes
         flags = Flags(
-            homes_written=was_trained or self._taken.was_written(),
+            homes_written=was_changed or self._taken.was_written(),
             model_changed=self._model.training and self._cuts.has_changed(self.first.batch),
             refused=any(inflight.fetched.refusal for inflight in self._inflights),
         )
@@ -299,7 +300,7 @@ class InFlight:
         """Fetches the rows of the first batch before any step. Collective."""
         if self._agreed(self._ask()).homes_written:
             self._taken.apply_writes()
-        self._num_updates = self._taken.num_updates
+        self._num_changes = self._taken.num_changes
         self._run(first_batch_schedule(self.first.setting, num_waves=self._num_waves))
 
     def _prepared(self, fetched: Fetched) -> InFlightBatch:

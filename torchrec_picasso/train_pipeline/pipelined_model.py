@@ -195,9 +195,9 @@ class PipelinedModel:
         return any(group.rows.was_written() for group in self.groups)
 
     @property
-    def num_updates(self) -> int:
-        """Number of training steps of all packs, by any driver of these tables."""
-        return sum(group.rows.num_updates for group in self.groups)
+    def num_changes(self) -> int:
+        """Number of updates of all packs, and of writes taken over, by any driver of the tables."""
+        return sum(group.rows.num_changes for group in self.groups)
 
     def check_forwards(self) -> None:
         """Refuses a model whose forwards another pipeline has replaced.
