@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,12 @@ def holders(inodes: set[int]) -> list[str]:
     found = []
     links = (f"net:[{inode}]" for inode in inodes)
     held = set(links)
-    for pattern in ("[0-9]*/task/*/ns/net", "[0-9]*/fd/*"):
-        for path in Path("/proc").glob(pattern):
-            try:
-                if os.readlink(path) in held:
-                    found.append(str(path))
-            except OSError:
-                continue  # it ended meanwhile
+    for process in Path("/proc").glob("[0-9]*"):
+        for pattern in ("task/*/ns/net", "fd/*"):
+            with suppress(OSError):  # it ended meanwhile
+                for path in process.glob(pattern):
+                    with suppress(OSError):
+                        found += [str(path)] if os.readlink(path) in held else []
     return found
 
 
