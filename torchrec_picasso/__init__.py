@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torchrec_picasso.placement import HotColdParams
     from torchrec_picasso.planner.planner import hot_cold_planner
     from torchrec_picasso.rows.refresh_policy import Refresh
-    from torchrec_picasso.sharding.plain_state import export_plain
     from torchrec_picasso.sharding.sharded_module import HotRowRefresher
     from torchrec_picasso.sharding.sharder import (
         HotColdEmbeddingBagCollectionSharder,
@@ -56,7 +55,6 @@ MODULES = {
     "StepReport": "train_pipeline.step_report",
     "StepReports": "train_pipeline.step_report",
     "TensorBoardReports": "app.runs.tensorboard_reports",
-    "export_plain": "sharding.plain_state",
     "hot_cold_planner": "planner.planner",
 }
 """Module that defines each public name."""
@@ -81,7 +79,6 @@ __all__ = [
     "StepReports",
     "TensorBoardReports",
     "__version__",
-    "export_plain",
     "hot_cold_planner",
 ]
 

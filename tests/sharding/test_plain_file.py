@@ -1,4 +1,4 @@
-"""An exported state is the trained one, bit for bit, and an unsharded model takes and serves it.
+"""torch makes one file of a sharded model's checkpoint; the unsharded model takes and serves it.
 
 Predictions of the unsharded model are the sharded one's to the rounding of its sums; those of
 TorchRec's quantized modules are near, as 8 bits a value allow.
@@ -12,19 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.sharding_plan import (
-    column_wise,
-    data_parallel,
-    row_wise,
-    table_wise,
-)
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
+from torchrec.distributed.types import ShardedTensor, ShardingEnv, ShardingPlan
 from torchrec.inference.modules import quantize_embeddings
 from torchrec.modules.embedding_configs import DataType
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantizedEmbeddingCollection
@@ -34,44 +30,33 @@ from benchmarks.reliability.small_trainer import SmallTrainer
 from benchmarks.reliability.whole_state import differences, join_state
 from tests.sharding.jobs import shards_of
 from tests.support.placing import CPU, place
-from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams, export_plain
+from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
 from torchrec_picasso.app.checkpoints.plain_file import read_plain
 from torchrec_picasso.app.checkpoints.write import save_checkpoint
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.errors import CompatError
-from torchrec_picasso.sharding import plain_state
 
 PLANS = ("rows", "bags", "uneven", "column_wise")
 BATCH = rank_batch(50, 0, 1)
 
 
-def export_every_plan(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Per plan: the exported state, names in which it differs, a checkpoint, and predictions."""
+def save_every_plan(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Per plan: the checkpoint, the whole weights, and predictions."""
     found: dict[str, Any] = {}
     for plan in PLANS:
         trainer = SmallTrainer(plan, "rowwise_adagrad")
-        trainer.train(range(3))  # replicas are now ahead of homes
-        plain = export_plain(trainer.model)
-        whole = join_state(trainer.model.state_dict())
-        differ = differences(plain, whole)
-        if plan == "uneven":
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(plain_state, "_MOST_BYTES", 200)  # three rows a message
-                differ += differences(export_plain(trainer.model), whole)
+        trainer.train(range(3))
         path = save_checkpoint(Path(folder, plan), 3, trainer.state())
         trainer.model.eval()
-        found[plan] = plain, differ, path, trainer.model(BATCH)[1]
+        found[plan] = path, join_state(trainer.model.state_dict()), trainer.model(BATCH)[1]
     return found
 
 
 def test_an_unsharded_model_loads_and_serves_what_was_trained(tmp_path: Path) -> None:
-    ranks = run_ranks(export_every_plan, 3, str(tmp_path), timeout_s=120)
-    for of_rank in ranks[1:]:
-        assert all(of_rank[plan][0] == {} for plan in PLANS)
     start = SmallModel().state_dict()
-    for plan, (plain, differ, path, predicted_B) in ranks[0].items():
-        assert not differ, plan
-        assert all(type(tensor) is Tensor and tensor.is_contiguous() for tensor in plain.values())
+    first, *_ = run_ranks(save_every_plan, 3, str(tmp_path), timeout_s=120)
+    for plan, (path, whole, predicted_B) in first.items():
+        plain = _one_file(path, tmp_path / f"{plan}.pt")["model"]
+        assert not differences(plain, whole), plan
         assert not any(torch.equal(tensor, start[name]) for name, tensor in plain.items())
         model = SmallModel(seed=7)
         model.load_state_dict(plain, strict=True)
@@ -85,6 +70,12 @@ def test_an_unsharded_model_loads_and_serves_what_was_trained(tmp_path: Path) ->
     # a value is within 1/510 of its row's range of values, here 0.5 to 1.5, and up to 20 are summed
     torch.testing.assert_close(near_B, model(BATCH)[1], rtol=0, atol=5e-3)
     assert not torch.equal(near_B, model(BATCH)[1])
+
+
+def _one_file(folder: Path, file: Path) -> dict[str, Any]:
+    dcp_to_torch_save(folder, file)
+    found: dict[str, Any] = torch.load(file, weights_only=True)
+    return found
 
 
 def _quantized(model: nn.Module) -> nn.Module:
@@ -117,7 +108,7 @@ def _tables(dtype: DataType = DataType.FP32) -> EmbeddingBagCollection:
     )
 
 
-def export_mixed_tables(rank: int, world_size: int, kind: str) -> dict[str, Tensor] | str:
+def save_mixed_tables(rank: int, world_size: int, kind: str, folder: str) -> None:
     """Tables of five placements in one module, every one filled with its own numbers."""
     tables = _tables(DataType.FP16 if kind == "fp16" else DataType.FP32)
     for name, parameter in tables.named_parameters():
@@ -149,20 +140,13 @@ def export_mixed_tables(rank: int, world_size: int, kind: str) -> dict[str, Tens
             numbers = 100.0 * len(name) + (top + rows).unsqueeze(1) + (left + columns) / 16
             with torch.no_grad():
                 shard.copy_(numbers)
-    if kind == "partial":
-        state = model.state_dict()
-        del state["tables.embedding_bags.cut.weight"].local_shards()[0:]
-        model.state_dict = lambda: state  # type: ignore[assignment, method-assign]
-        with pytest.raises(CompatError) as caught:
-            export_plain(model)
-        return str(caught.value)
-    return export_plain(model)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "dtensor"])
-def test_every_placement_beside_the_others(kind: str) -> None:
-    plain, nothing = run_ranks(export_mixed_tables, 2, kind, timeout_s=60)
-    assert nothing == {}
+def test_every_placement_beside_the_others(kind: str, tmp_path: Path) -> None:
+    run_ranks(save_mixed_tables, 2, kind, str(tmp_path / "saved"), timeout_s=60)
+    plain: dict[str, Tensor] = _one_file(tmp_path / "saved", tmp_path / "plain.pt")["model"]
     unsharded = nn.ModuleDict({"tables": _tables()})
     unsharded.load_state_dict(plain, strict=True)
     for name, tensor in plain.items():
@@ -170,12 +154,3 @@ def test_every_placement_beside_the_others(kind: str) -> None:
         rows, columns = (torch.arange(n) for n in tensor.shape)
         expected = (100.0 * len(name) + rows.unsqueeze(1) + columns / 16).to(tensor.dtype)
         assert torch.equal(tensor, expected), name
-
-
-def test_a_table_that_no_rank_has_whole_is_refused_on_all_ranks() -> None:
-    for said in run_ranks(export_mixed_tables, 2, "partial", timeout_s=60):
-        assert said == (
-            "export_plain: tables.embedding_bags.cut.weight has 144 elements, of which the ranks' "
-            "state dicts hold 0; export a model whose tables are all in its state dict, sharded by "
-            "TorchRec alone"
-        )
