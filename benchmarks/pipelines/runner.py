@@ -31,8 +31,8 @@ from torchrec_picasso.app.config import TrainConfig
 from torchrec_picasso.app.runs.pipelines import is_settled
 from torchrec_picasso.app.runs.placements import Placement
 from torchrec_picasso.app.runs.trainer import Trainer
+from torchrec_picasso.app.runs.wire_meter import WireMeter
 from torchrec_picasso.app.zoo.data.source import BatchSource
-from torchrec_picasso.exchange.tally import WireMeter
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.train_pipeline.cuts import is_due
 

@@ -23,11 +23,11 @@ from benchmarks.first_use.travel import Tables
 from tests.sharding.jobs import Job, Table, build
 from tests.train_pipeline.runs import pipeline_of, run_to_the_end
 from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.app.runs.wire_meter import WireMeter
 from torchrec_picasso.app.zoo.data.clicks import Clicks, history_of
 from torchrec_picasso.app.zoo.data.history import History
 from torchrec_picasso.batches.split import micro_batch_sizes, split_batch
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.exchange.tally import WireMeter
 
 DIM, BATCH_SIZE, WORLD_SIZE, NUM_STEPS = 8, 20, 2, 2
 NUM_MICRO_BATCHES = (1, 4)

@@ -34,10 +34,10 @@ from torchrec_picasso import (
     hot_cold_planner,
 )
 from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.app.runs.wire_meter import WireMeter
 from torchrec_picasso.cost.hot_cold import HotColdTotals, hot_cold_cost
 from torchrec_picasso.cost.table_work import BATCH_SHARES
 from torchrec_picasso.exchange.agreement import Flags
-from torchrec_picasso.exchange.tally import WireMeter
 
 DRIVERS: tuple[Driver, ...] = (None, (1, False), (1, True))
 NUM_WARM = 4  # DDP makes its buckets anew in the second step

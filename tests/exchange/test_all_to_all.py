@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.exchange.all_to_all import Pending, start_all_to_all
+from torchrec_picasso.exchange.all_to_all import start_all_to_all
+from torchrec_picasso.exchange.waiting import Pending
 
 NUM_EXCHANGES = 300
 MOST_IN_FLIGHT = 4

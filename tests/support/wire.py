@@ -1,8 +1,8 @@
 """Every message that one rank sends, with its type and its peer; what a byte meter adds up.
 
-It listens where :class:`~torchrec_picasso.exchange.tally.WireMeter` does, but keeps messages apart,
-so that a test can tell ids (integers) from rows and gradients (floats) and count both, whatever
-code sent them. An all-to-all is one exchange, whether the backend's own or made of messages.
+It listens where :class:`.WireMeter` does, but keeps messages apart, so that a test can tell ids
+(integers) from rows and gradients (floats) and count both, whatever code sent them. An all-to-all
+is one exchange, whether the backend's own or made of messages.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchrec_picasso.exchange import ranks
-from torchrec_picasso.exchange.all_to_all import Pending, start_all_to_all
+from torchrec_picasso.exchange.all_to_all import start_all_to_all
+from torchrec_picasso.exchange.waiting import Pending
 from torchrec_picasso.ops import streams as device_streams
 
 _CUDA = 1

@@ -24,7 +24,7 @@ from tests.train_pipeline.runs import (
 )
 from tests.train_pipeline.test_refusals import Changing
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.exchange.tally import WireMeter
+from torchrec_picasso.app.runs.wire_meter import WireMeter
 
 JOBS = {
     "hot_cold": Job(placement={"*": 2, "one_row": 1}, tables=ODD),

@@ -11,7 +11,8 @@ from tests.sharding.jobs import PLAIN, Job, build
 from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import batches_of, pipeline_of
 from torchrec_picasso import Refresh, StepReport, StepReports
-from torchrec_picasso.exchange.tally import WireMeter, is_watched
+from torchrec_picasso.app.runs.wire_meter import WireMeter
+from torchrec_picasso.exchange.waiting import is_watched
 
 JOB = Job(placement={"a": 20, "b": 4, "c": "bags"}, batch_sizes=(16, 9), num_steps=9)
 NOT_CHECKED = (4, 5, 6)

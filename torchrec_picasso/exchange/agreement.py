@@ -10,20 +10,22 @@ result reaches the host without a device sync.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from torchrec_picasso.exchange.all_to_all import new_gloo_group
-from torchrec_picasso.exchange.tally import note_all_reduce
-from torchrec_picasso.exchange.waiting import wait_for
+from torchrec_picasso.exchange.waiting import note_all_reduce, wait_for
 
 __all__ = ["Agreement", "Flags", "agree_on"]
 
+_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""The gloo group for the flags of a process group, with equal ranks and timeout."""
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class Flags:
     """The flags of one rank, or the maximum over all ranks."""
 
@@ -45,23 +47,23 @@ class Agreement:
     """
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device, flags: Flags) -> None:
-        self._agreed: Flags | None = flags
-        if pg.size() == 1:
+        self._agreed = flags if pg.size() == 1 else None
+        if self._agreed is not None:
             return
-        self._agreed = None
         # One int64 per flag, on the CPU: gloo reduces host memory.
         self._largest = torch.tensor(list(vars(flags).values()), dtype=torch.int64, device="cpu")
         note_all_reduce(self._largest.nbytes, pg.size())
+        if pg not in _groups:
+            _groups[pg] = new_gloo_group(pg, device)
         self._work = dist.all_reduce(
-            self._largest, op=dist.ReduceOp.MAX, group=_group_of_flags(pg, device), async_op=True
+            self._largest, op=dist.ReduceOp.MAX, group=_groups[pg], async_op=True
         )
 
     def wait(self) -> Flags:
         """Returns the maximum of each flag over all ranks; equal on all ranks."""
         if self._agreed is None:
             wait_for(self._work)
-            names = [field.name for field in fields(Flags)]
-            self._agreed = Flags(**dict(zip(names, map(bool, self._largest.tolist()))))
+            self._agreed = Flags(*map(bool, self._largest.tolist()))
         return self._agreed
 
 
@@ -83,13 +85,3 @@ def agree_on(pg: dist.ProcessGroup, device: torch.device, text: str | None) -> s
     payload = [text]
     dist.broadcast_object_list(payload, group=pg, group_src=source, device=device)
     return payload[0]
-
-
-_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
-def _group_of_flags(pg: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Returns the gloo group for the flags of a process group, with equal ranks and timeout."""
-    if pg not in _groups:
-        _groups[pg] = new_gloo_group(pg, device)
-    return _groups[pg]

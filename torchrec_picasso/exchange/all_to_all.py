@@ -13,15 +13,12 @@ On 1 Gbit/s between 2 ranks, flags took 49 ms behind 5 MB of rows, 11 ms on a co
 own, and DDP's sum of dense gradients held the training thread for 105 of 430 ms behind the
 gradients of rows.
 
-A gloo thread moves data when its sockets are ready. If the thread wakes up on the core of the
-training thread, it preempts the training thread at once. If the answer to a message that is just
-being posted woke it up, the preempted training thread holds the connection's lock. The gloo thread
-then retries the lock until its time slice is over: 3 ms for an exchange of a few bytes (gloo of
-torch 2.13, Linux 6.18, one core for both). A step of 8 micro-batches has some twenty exchanges.
-
-With a lower priority the gloo thread waits until the training thread blocks or has used its own
-slice. On a core that both threads always want, its share is a quarter instead of a half; on a
-separate core nothing changes.
+A gloo thread moves data when its sockets are ready. On the core of the training thread it preempts
+that thread at once, and if the answer to a message that is just being posted woke it up, the
+training thread holds the connection's lock: the gloo thread retries the lock until its time slice
+is over, 3 ms for an exchange of a few bytes (gloo of torch 2.13, Linux 6.18). With a lower priority
+it waits until the training thread blocks or has used its own slice. On a core that both always
+want, its share is a quarter instead of a half; on a separate core nothing changes.
 
 Shape letters: n elements sent, m received, W ranks.
 """
@@ -33,33 +30,25 @@ import os
 import sys
 from collections import deque
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_picasso.exchange.tally import is_watched, note_sent
+from torchrec_picasso.exchange.waiting import Pending, note_sent
 
-__all__ = ["Pending", "connect", "let_training_go_first", "new_gloo_group", "start_all_to_all"]
+__all__ = ["connect", "let_training_go_first", "new_gloo_group", "start_all_to_all"]
 
 _THREAD_NAME = "gloo_tcp_loop"
 _NICE = 5
 """A higher value frees more of the core, but leaves the link idle where communication dominates."""
 _MOST_NICE = 19
 
-# A range far from the small tags of users' own messages.
-_FIRST_TAG, _NUM_TAGS = 1 << 28, 1 << 20
-
-
-class Pending(Protocol):
-    """An operation in progress that can be waited for."""
-
-    def wait(self) -> object:
-        """Returns when the operation is done; an accelerator's current stream is ordered after
-        it."""
+_TAGS = range(1 << 28, (1 << 28) + (1 << 20))
+"""Far from the small tags of users' own messages."""
 
 
 def start_all_to_all(
@@ -75,8 +64,7 @@ def start_all_to_all(
     ``wait``; until then the input must stay alive and unchanged. Costs one collective, or ``W - 1``
     messages each way on gloo.
     """
-    if is_watched():
-        note_sent((sum(send_W) - send_W[pg.rank()]) * input_n.element_size())
+    note_sent((sum(send_W) - send_W[pg.rank()]) * input_n.element_size())
     if input_n.device.type == "cpu" and _is_gloo(pg):
         return _Messages(pg, output_m, input_n, receive_W, send_W)
     work: Pending = dist.all_to_all_single(
@@ -90,18 +78,8 @@ class _Traffic:
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self.group = pg if pg.size() == 1 else new_gloo_group(pg, torch.device("cpu"))
-        self.num_started = 0
+        self.tags = cycle(_TAGS)  # equal on all ranks, and different for exchanges in progress
         self.in_flight: deque[_Messages] = deque()
-
-    def add(self, messages: _Messages) -> None:
-        self.num_started += 1
-        if messages._works:  # there is something to wait for
-            self.in_flight.append(messages)
-
-    @property
-    def next_tag(self) -> int:
-        """A tag that no other exchange in progress has; equal on all ranks."""
-        return _FIRST_TAG + self.num_started % _NUM_TAGS
 
 
 _traffic: WeakKeyDictionary[dist.ProcessGroup, _Traffic] = WeakKeyDictionary()
@@ -136,9 +114,8 @@ class _Messages:
         send_W: Sequence[int],
     ) -> None:
         connect(pg)
-        self._traffic = _traffic[pg]
-        rank, world_size, tag = pg.rank(), pg.size(), self._traffic.next_tag
-        group = self._traffic.group
+        traffic = _traffic[pg]
+        rank, world_size, group, tag = pg.rank(), pg.size(), traffic.group, next(traffic.tags)
         received_W = output_m.split(list(receive_W))
         sent_W = input_n.split(list(send_W))
         # Each rank starts with a different peer, so that no link gets all messages at once.
@@ -155,20 +132,21 @@ class _Messages:
             if send_W[peer]
         ]
         self._works = [work for work in works if work is not None]
-        self._traffic.add(self)
+        self._in_flight = traffic.in_flight
+        if self._works:  # there is something to wait for
+            self._in_flight.append(self)
         # The rank's own block needs no message.
         received_W[rank].copy_(sent_W[rank])
 
     def wait(self) -> None:
         """Returns when all messages of this exchange, and of all earlier exchanges, are done."""
-        in_flight = self._traffic.in_flight
         while self._works:
             # Exchanges complete in start order, also dropped ones; this releases their memory.
-            earliest = in_flight[0]
+            earliest = self._in_flight[0]
             for work in earliest._works:
                 work.wait()
             earliest._works.clear()
-            in_flight.popleft()
+            self._in_flight.popleft()
 
 
 def new_gloo_group(pg: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
@@ -184,11 +162,8 @@ def new_gloo_group(pg: dist.ProcessGroup, device: torch.device) -> dist.ProcessG
 
 
 def let_training_go_first() -> None:
-    """Raises the nice value of this process's gloo threads above the calling thread's.
-
-    Threads that are nicer already are not changed. On systems without ``/proc``, or without
-    permission, the function does nothing.
-    """
+    """Raises the nice value of this process's gloo threads above the calling thread's, where it is
+    lower; does nothing on systems without ``/proc``, or without permission."""
     if sys.platform != "linux":
         return
     nice = min(_MOST_NICE, os.getpriority(os.PRIO_PROCESS, 0) + _NICE)

@@ -51,8 +51,9 @@ class Peers:
         Raises:
             PeerError: If another rank failed, with its message, or does not answer.
         """
-        if self._has_told:  # this rank continued, so its entry is outdated
-            self._forget()
+        if self._has_told and self._store is not None:  # it continued: its entry is outdated
+            self._store.delete_key(f"{_PREFIX}{self._rank}")
+        self._has_told = False
         try:
             yield
         except (PeerError, StopIteration):
@@ -109,12 +110,6 @@ class Peers:
         except (dist.DistError, RuntimeError):
             self._store = None
         return found
-
-    def _forget(self) -> None:
-        """Removes this rank's entry from the store."""
-        self._has_told = False
-        if self._store is not None:
-            self._store.delete_key(f"{_PREFIX}{self._rank}")
 
 
 def _is_transport_error(error: Exception) -> bool:

@@ -15,13 +15,12 @@ from torch import Tensor
 from torchrec.distributed.types import CommOp
 
 from torchrec_picasso._torchrec import (
-    QuantizedCommCodec,
     QuantizedCommCodecs,
     get_gradient_division,
 )
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.exchange.all_to_all import Pending, start_all_to_all
-from torchrec_picasso.exchange.tally import note_all_reduce
+from torchrec_picasso.exchange.all_to_all import start_all_to_all
+from torchrec_picasso.exchange.waiting import Pending, note_all_reduce
 
 __all__ = ["Ranks"]
 
@@ -41,10 +40,16 @@ class Ranks:
         self.pg = pg
         self.rank, self.size = pg.rank(), pg.size()
         row_codecs = (codecs or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
-        self.row_codec = None if row_codecs is None else _checked(row_codecs.forward)
+        self.row_codec = row_codecs.forward if row_codecs else None
         """Wire precision of rows; ``None`` = float32, without a codec."""
-        self.gradient_codec = None if row_codecs is None else _checked(row_codecs.backward)
+        self.gradient_codec = row_codecs.backward if row_codecs else None
         """Wire precision of gradients; ``None`` = float32, without a codec."""
+        for precision in self.wire:
+            if precision not in _PRECISIONS:
+                raise CompatError(
+                    f"the wire precision {precision} of SEQUENCE_EMBEDDINGS_ALL_TO_ALL is not "
+                    "supported for hot/cold tables; use CommType.FP32, FP16 or BF16"
+                )
 
     @property
     def wire(self) -> tuple[torch.dtype, torch.dtype]:
@@ -78,12 +83,3 @@ class Ranks:
         gathered = [torch.empty_like(values) for _ in range(self.size)]
         dist.all_gather(gathered, values.contiguous(), group=self.pg)
         return torch.stack(gathered)
-
-
-def _checked(codec: QuantizedCommCodec) -> QuantizedCommCodec:
-    if codec.quantized_dtype not in _PRECISIONS:
-        raise CompatError(
-            f"the wire precision {codec.quantized_dtype} of SEQUENCE_EMBEDDINGS_ALL_TO_ALL is not "
-            "supported for hot/cold tables; use CommType.FP32, FP16 or BF16"
-        )
-    return codec

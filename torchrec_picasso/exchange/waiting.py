@@ -1,28 +1,88 @@
-"""Waits for exchanges; the only place that does, so a profile shows exposed communication.
+"""Waits for exchanges, and counts what the exchanges of this package send.
 
-The profiler records when a message was posted but not when Python blocks on it; a named range
-around the wait records that. Without a running profiler, a range costs one check of a flag.
+All waits are here, so a profile shows exposed communication: the profiler records when a message
+was posted but not when Python blocks on it; a named range around the wait records that. Without a
+running profiler a range costs one check of a flag; without a :func:`tallied` context a note costs
+one check of a list.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from time import perf_counter
+from typing import Protocol
 
 import torch.autograd.profiler as autograd_profiler
 
-from torchrec_picasso.exchange.all_to_all import Pending
-from torchrec_picasso.exchange.tally import note_waited
+__all__ = [
+    "OP_RANGE",
+    "STEP_RANGE",
+    "WAIT_RANGE",
+    "Pending",
+    "WireTally",
+    "is_watched",
+    "named_range",
+    "note_all_reduce",
+    "note_sent",
+    "tallied",
+    "wait_for",
+]
 
-__all__ = ["OP_RANGE", "STEP_RANGE", "WAIT_RANGE", "named_range", "wait_for"]
-
-WAIT_RANGE = "picasso wait"
-"""Name of the profiler ranges in which a rank waits."""
-
-STEP_RANGE, OP_RANGE = "picasso step", "picasso op"
-"""First words of the names of the profiler ranges of steps and of operations."""
+WAIT_RANGE, STEP_RANGE, OP_RANGE = "picasso wait", "picasso step", "picasso op"
+"""First words of the names of the profiler ranges of waits, of steps and of operations."""
 
 _NO_RANGE: AbstractContextManager[object] = nullcontext()
+
+
+class Pending(Protocol):
+    """An operation in progress that can be waited for."""
+
+    def wait(self) -> object:
+        """Returns when the operation is done; an accelerator's current stream is ordered after
+        it."""
+
+
+@dataclass
+class WireTally:
+    """Communication counts of one rank."""
+
+    sent_bytes: int = 0
+    """Bytes sent to other ranks, as by the usual bandwidth-optimal algorithm of each collective;
+    protocol headers are not counted."""
+    waited_s: float = 0.0
+    """Seconds that the host waited for exchanges, without the waiting time of an accelerator."""
+
+
+_watching: list[WireTally] = []
+
+
+@contextmanager
+def tallied() -> Iterator[WireTally]:
+    """Context in which sent bytes and waiting time are counted."""
+    tally = WireTally()
+    _watching.append(tally)
+    try:
+        yield tally
+    finally:
+        _watching.remove(tally)
+
+
+def is_watched() -> bool:
+    """Whether any :func:`tallied` context is active."""
+    return bool(_watching)
+
+
+def note_sent(num_bytes: int) -> None:
+    """Adds bytes sent to other ranks."""
+    for tally in _watching:
+        tally.sent_bytes += num_bytes
+
+
+def note_all_reduce(num_bytes: int, world_size: int) -> None:
+    """Adds the bytes that a rank sends in a ring all-reduce: reduce-scatter, then all-gather."""
+    note_sent(2 * (world_size - 1) * num_bytes // world_size)
 
 
 def named_range(*name: object) -> AbstractContextManager[object]:
@@ -36,8 +96,9 @@ def named_range(*name: object) -> AbstractContextManager[object]:
 
 
 def wait_for(pending: Pending) -> None:
-    """Waits for an operation in progress, inside a named profiler range."""
+    """Waits for an operation in progress, inside a named profiler range, and notes the time."""
     with named_range(WAIT_RANGE):
         start = perf_counter()
         pending.wait()
-        note_waited(perf_counter() - start)
+        for tally in _watching:
+            tally.waited_s += perf_counter() - start

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_picasso.exchange.tally import is_watched, note_all_reduce
+from torchrec_picasso.exchange.waiting import is_watched, note_all_reduce
 
 __all__ = [
     "announce_last_backward",

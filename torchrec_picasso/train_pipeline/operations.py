@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrec_picasso._torchrec import TrainPipelineContext
 from torchrec_picasso.batches.feed import AnyData
 from torchrec_picasso.batches.id_stream import IdStream
-from torchrec_picasso.exchange.tally import note_all_reduce
+from torchrec_picasso.exchange.waiting import note_all_reduce
 from torchrec_picasso.rows.batch_gradients import BatchGradients
 from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.schedule.kinds import KINDS

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchrec_picasso.exchange.tally import WireTally, tallied
+from torchrec_picasso.exchange.waiting import WireTally, tallied
 from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.rows.refresher import Refreshed
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch

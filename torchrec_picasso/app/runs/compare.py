@@ -29,9 +29,9 @@ from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.runs.placements import STOCK_PLACEMENTS, Placement
 from torchrec_picasso.app.runs.trainer import Trainer
+from torchrec_picasso.app.runs.wire_meter import WireCount, WireMeter
 from torchrec_picasso.app.zoo.data.source import BatchSource
 from torchrec_picasso.app.zoo.registry import make_source
-from torchrec_picasso.exchange.tally import WireCount, WireMeter
 from torchrec_picasso.schedule.schedule import Setting
 
 _STOCK_PIPELINE = PipelineConfig(kind="sparse_dist")

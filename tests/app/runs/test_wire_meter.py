@@ -11,7 +11,7 @@ from torch.distributed import _functional_collectives
 
 from tests.support.shared_run import run_once
 from torchrec_picasso.app.launch.loopback import loopback_sent_bytes
-from torchrec_picasso.exchange.tally import WireCount, WireMeter
+from torchrec_picasso.app.runs.wire_meter import WireCount, WireMeter
 
 FLOAT_BYTES = 4
 N = 12  # elements of each test tensor

@@ -1,10 +1,9 @@
-"""Collectives and bytes of this rank, counted in two ways, and the time that it waits.
+"""Counts the collectives and bytes of this rank, of any sharding type.
 
-:func:`tallied` counts the exchanges of this package, which note what they send; outside of it a
-note costs one check of a list. :class:`WireMeter` counts all collectives, of any sharding type: it
-intercepts the ``c10d`` operators of the PyTorch dispatcher, which Python calls, autograd and DDP's
-C++ reducer all use. It intercepts every tensor operation on the way, which costs time, so do not
-time the steps that you count.
+The meter intercepts the ``c10d`` operators of the PyTorch dispatcher, which Python calls, autograd
+and DDP's C++ reducer all use. It intercepts every tensor operation on the way, which costs time, so
+do not time the steps that you count. (A training step itself reports what the exchanges of this
+package note, see ``exchange/waiting.py``.)
 
 Bytes follow the usual bandwidth-optimal algorithm of each collective, not the backend's own choice;
 protocol headers are not counted. W = world size, all sizes in bytes.
@@ -13,8 +12,7 @@ protocol headers are not counted. W = world size, all sizes in bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,62 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "WireCount",
-    "WireMeter",
-    "WireTally",
-    "is_watched",
-    "note_all_reduce",
-    "note_sent",
-    "note_waited",
-    "tallied",
-]
-
-
-@dataclass
-class WireTally:
-    """Communication counts of one rank."""
-
-    sent_bytes: int = 0
-    """Bytes sent to other ranks."""
-    waited_s: float = 0.0
-    """Seconds that the host waited for exchanges, without the waiting time of an accelerator."""
-
-
-_watching: list[WireTally] = []
-
-
-@contextmanager
-def tallied() -> Iterator[WireTally]:
-    """Context in which sent bytes and waiting time are counted."""
-    tally = WireTally()
-    _watching.append(tally)
-    try:
-        yield tally
-    finally:
-        _watching.remove(tally)
-
-
-def is_watched() -> bool:
-    """Whether any :func:`tallied` context is active."""
-    return bool(_watching)
-
-
-def note_sent(num_bytes: int) -> None:
-    """Adds bytes sent to other ranks."""
-    for tally in _watching:
-        tally.sent_bytes += num_bytes
-
-
-def note_all_reduce(num_bytes: int, world_size: int) -> None:
-    """Adds the bytes that a rank sends in a ring all-reduce: reduce-scatter, then all-gather."""
-    note_sent(_all_reduce(num_bytes, world_size))
-
-
-def note_waited(seconds: float) -> None:
-    """Adds seconds of waiting."""
-    for tally in _watching:
-        tally.waited_s += seconds
+__all__ = ["WireCount", "WireMeter"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +119,7 @@ def _sent_bytes(kind: str, call: dict[str, Any], world_size: int, rank: int) -> 
     return share(_nbytes(call[argument]), world_size, call.get("root_rank") == rank)
 
 
-def _all_reduce(num_bytes: int, world_size: int, is_root: bool = False) -> int:
+def _all_reduce(num_bytes: int, world_size: int, is_root: bool) -> int:
     """A ring: reduce-scatter, then all-gather, 2 (W-1)/W n."""
     return 2 * (world_size - 1) * num_bytes // world_size
 
@@ -191,35 +134,23 @@ def _all_gather(num_bytes: int, world_size: int, is_root: bool) -> int:
     return (world_size - 1) * num_bytes
 
 
-def _scatter(num_bytes: int, world_size: int, is_root: bool) -> int:
-    return (world_size - 1) * num_bytes // world_size if is_root else 0
-
-
 def _from_root(num_bytes: int, world_size: int, is_root: bool) -> int:
     """The root sends the data once; a chain of ranks forwards it."""
     return num_bytes if is_root else 0
 
 
-def _to_root(num_bytes: int, world_size: int, is_root: bool) -> int:
-    """Each rank except the root forwards one copy."""
-    return 0 if is_root else num_bytes
+def _one_copy(num_bytes: int, world_size: int, is_root: bool) -> int:
+    return num_bytes
 
 
 _SHARES: dict[str, tuple[str, Callable[[int, int, bool], int]]] = {
     "allreduce_": ("tensors", _all_reduce),
-    "allreduce_coalesced_": ("tensors", _all_reduce),
     "_reduce_scatter_base_": ("input_tensor", _reduce_scatter),
     "reduce_scatter_": ("input_tensors", _reduce_scatter),
-    "reduce_scatter_tensor_coalesced_": ("inputs", _reduce_scatter),
     "_allgather_base_": ("input_tensor", _all_gather),
     "allgather_": ("input_tensors", _all_gather),
-    "allgather_coalesced_": ("input_list", _all_gather),
-    "allgather_into_tensor_coalesced_": ("inputs", _all_gather),
     "broadcast_": ("tensors", _from_root),
-    "reduce_": ("tensors", _to_root),
-    "gather_": ("input_tensors", _to_root),
-    "scatter_": ("input_tensors", _scatter),
-    "send": ("tensors", _to_root),
+    "send": ("tensors", _one_copy),
 }
 """Argument that holds the data of a collective, and the bytes that a rank sends of it."""
 
