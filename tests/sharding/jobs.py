@@ -426,7 +426,7 @@ def replicas_of(model: nn.Module) -> list[Tensor]:
 
 def storages_of(lookup: HotColdPooledLookup | HotColdSequenceLookup) -> Sequence[RowStorage]:
     """Homes and replicas behind a lookup of ours."""
-    return lookup._packs.group.storages
+    return lookup._group.storages
 
 
 def run_jobs(rank: int, world_size: int, jobs: Mapping[str, Job]) -> dict[str, Result]:

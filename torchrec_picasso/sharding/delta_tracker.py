@@ -2,12 +2,12 @@
 
 Stock row-wise sharding calls the tracker with the ids that arrive at a rank's shard: rows of that
 shard, counted from its first row. The home rank of a hot/cold row gets the same information from
-the exchange of ids (rows that ranks request) and from the header (hot rows that any rank uses). The
-tracker records each row once per batch, before the batch's update, for any number of micro-batches.
+the exchange of ids (rows that ranks request) and from the header (hot rows that any rank uses). It
+writes each row once per batch into the tracker's store, under its table, before the batch's update,
+for any number of micro-batches.
 
-The tracker files rows under features, an home rank knows tables. Each table's rows are therefore
-filed under the table's first feature. A table that shares a feature with another table is refused:
-TorchRec would file both tables' rows under the first table, for stock tables too.
+A table that shares a feature with another table is refused: TorchRec files the ids of stock tables
+under features, so it would file both tables' rows under the first one.
 
 Cost:
     Per pack one sort of the requested rows, and two host syncs on CUDA; nothing if no tracker is
@@ -17,9 +17,8 @@ Cost:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
 from torchrec.distributed.model_tracker.types import TrackingMode
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.ids import PackedTable
@@ -35,7 +33,7 @@ from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
 
-__all__ = ["RecordLookup", "begin_batch", "lookup_tracker", "state_tracker"]
+__all__ = ["RecordLookup", "begin_batch", "lookup_tracker", "row_tracker"]
 
 RecordLookup = Callable[..., None]
 """The bound method ``ModelDeltaTrackerTrec.record_lookup`` of a tracker."""
@@ -51,105 +49,81 @@ def begin_batch(model: nn.Module) -> None:
         tracker.step()
 
 
-def lookup_tracker(
-    record: RecordLookup, group: RowGroup, kernels: Sequence[HotColdKernel]
-) -> RecordLookup:
-    """Wraps the tracker's function for a sharded module, which calls the result after its lookups.
-
-    ``record`` still gets stock tables' ids, as TorchRec passes them. The kernels are TorchRec's of
-    the hot/cold tables in ``group``, with the rows that this rank owns. Raises CompatError if
-    ``record`` is not a method of TorchRec's delta tracker, or tables share a feature.
-    """
-    tracker = _delta_tracker_of(record)
-    feature_of = _feature_of_table(tracker, group.tables)
-    with_rows = tracker._mode == TrackingMode.EMBEDDING
-
-    def record_at_home(features: Any, embeddings: Any, *rest: Any) -> None:
-        if not isinstance(embeddings, PartRows):
-            record(features, embeddings, *rest)
-            return
-        for kernel, rows_of_table in _new_rows(embeddings, kernels, "ids"):
-            # tables that the tracker skips (fqns_to_skip) have no feature here
-            known = {name: rows for name, rows in rows_of_table.items() if name in feature_of}
-            ids = _as_features({feature_of[name]: rows for name, rows in known.items()})
-            if not with_rows:
-                record(ids, None)
-            elif ids.values().numel():  # the tracker divides by the number of ids
-                kernel.flush()
-                weights_by_table = dict(zip(kernel.table_names, kernel.split_embedding_weights()))
-                found = [weights_by_table[name][rows].float() for name, rows in known.items()]
-                record(ids, torch.cat(found))
-
-    return record_at_home
-
-
-def state_tracker(
+def row_tracker(
     record: RecordLookup, group: RowGroup, kernels: Sequence[HotColdKernel]
 ) -> Callable[[PartRows], None]:
-    """Makes the function that a hot/cold lookup calls if the tracker records optimizer state.
+    """Makes the function that tracks the rows of a batch, and ignores its further micro-batches.
 
-    TorchRec's tracker reads the state from TBEs, which hold home rows and replicas here. It
-    therefore gets one table at a time, and reads the latest state from the home rows. Raises
-    CompatError as :func:`lookup_tracker`, or if the optimizer has no state of the tracked kind.
+    The kernels are TorchRec's of the hot/cold tables in ``group``, with the rows that this rank
+    owns. Raises CompatError if ``record`` is not a method of TorchRec's delta tracker, tables share
+    a feature, or the optimizer has no state of the tracked kind.
     """
-    tracker = _delta_tracker_of(record)
-    feature_of = _feature_of_table(tracker, group.tables)
-    _refuse_other_states(tracker._mode, group)
-    tracker.get_latest = partial(_latest_state, tracker)
-
-    def record_at_home(part: PartRows) -> None:
-        for kernel, rows_of_table in _new_rows(part, kernels, "states"):
-            kernel.flush()
-            for (name, rows), state in zip(rows_of_table.items(), kernel.split_first_state()):
-                if name in feature_of:
-                    ids = _as_features({feature_of[name]: rows})
-                    record(ids, None, _one_table(state, kernel.config.embedding_dims()))
-
-    return record_at_home
-
-
-def _new_rows(
-    part: PartRows, kernels: Sequence[HotColdKernel], what: str
-) -> Iterator[tuple[HotColdKernel, Mapping[str, Tensor]]]:
-    """Yields each kernel's looked-up rows by table; nothing on a second call for the same batch."""
-    # A batch of several micro-batches calls this once per micro-batch with the same ``part.rows``.
-    if part.rows.is_first_time(f"{what} of module {part.module}"):
-        with torch.no_grad():
-            for kernel in kernels:
-                yield kernel, kernel.split_rows(part.rows.looked_up(kernel.rows))
-
-
-def _as_features(rows_of_feature: Mapping[str, Tensor]) -> KeyedJaggedTensor:
-    """Makes a batch of one sample whose features hold the given rows, int64 ``(n,)`` each."""
-    rows = list(rows_of_feature.values())
-    lengths = [rows_n.numel() for rows_n in rows]
-    return KeyedJaggedTensor(
-        keys=list(rows_of_feature),
-        values=torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64),
-        lengths=torch.tensor(lengths, dtype=torch.int64, device=rows[0].device if rows else None),
-        stride=1,
-        length_per_key=lengths,
-    )
-
-
-def _delta_tracker_of(record: RecordLookup) -> Any:
-    tracker = getattr(record, "__self__", None)
-    if not isinstance(tracker, ModelDeltaTrackerTrec):
+    if getattr(record, "__func__", None) is not ModelDeltaTrackerTrec.record_lookup:
         raise CompatError(
             f"hot/cold tables do not support a tracker function of one's own, got {record}: ids "
             "and outputs are not at a table's home as TorchRec's are; use "
             "DistributedModelParallel.init_torchrec_delta_tracker, or place these tables without "
             "HotColdParams"
         )
-    return tracker
+    tracker: Any = record.__self__  # type: ignore[attr-defined]
+    path_of = _tracked_paths(tracker, group.tables)
+    if tracker._mode not in (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING):
+        _refuse_other_states(tracker._mode, group)
+        # TorchRec's reads the state from TBEs, which hold home rows and replicas here
+        tracker.get_latest = partial(_latest_state, tracker)
+
+    @torch.no_grad()
+    def record_at_home(part: PartRows) -> None:
+        if not part.rows.is_first_time(f"tracked rows of module {part.module}"):
+            return
+        for kernel in kernels:
+            rows_by_table = kernel.split_rows(part.rows.looked_up(kernel.rows))
+            values_by_table = _values_by_table(tracker._mode, kernel)
+            for (name, rows), values in zip(rows_by_table.items(), values_by_table):
+                if name in path_of:
+                    found = None if values is None else _tracked(tracker._mode, values[rows])
+                    tracker.store.append(tracker.curr_batch_idx, path_of[name], rows, found)
+
+    return record_at_home
 
 
-def _feature_of_table(tracker: Any, tables: Sequence[PackedTable]) -> Mapping[str, str]:
-    """Maps each tracked table to the feature that the tracker files it under."""
+def lookup_tracker(
+    record: RecordLookup, group: RowGroup, kernels: Sequence[HotColdKernel]
+) -> RecordLookup:
+    """Extends ``record``, which gets stock tables' ids and outputs, by :func:`row_tracker`."""
+    record_at_home = row_tracker(record, group, kernels)
+
+    def record_lookup(features: Any, found: Any, *rest: Any) -> None:
+        if isinstance(found, PartRows):
+            record_at_home(found)
+        else:
+            record(features, found, *rest)
+
+    return record_lookup
+
+
+def _values_by_table(mode: TrackingMode, kernel: HotColdKernel) -> Iterable[Tensor | None]:
+    """Values of all home rows of each table; ``None`` if a mode tracks row numbers alone."""
+    if mode == TrackingMode.ID_ONLY:
+        return [None] * len(kernel.table_names)
+    kernel.flush()
+    if mode == TrackingMode.EMBEDDING:
+        return kernel.split_embedding_weights()
+    return kernel.split_first_state()
+
+
+def _tracked(mode: TrackingMode, values: Tensor) -> Tensor:
+    """What a mode tracks of the looked-up rows: weights as float32, norms of state, or state."""
+    if mode == TrackingMode.EMBEDDING:
+        return values.float()
+    return values.norm(dim=1) if mode == TrackingMode.MOMENTUM_LAST else values
+
+
+def _tracked_paths(tracker: Any, tables: Sequence[PackedTable]) -> Mapping[str, str]:
+    """Maps each table that the tracker does not skip to its path in the model."""
     features_of = tracker.fqn_to_feature_names()
-    # features_of: module path -> features; a feature listed by two modules belongs to two tables
+    # features_of: table's path -> features; a feature listed twice belongs to two tables
     num_tables = Counter(name for names in features_of.values() for name in set(names))
-    found = {}
     for table in tables:
         shared = [name for name in table.feature_names if num_tables[name] > 1]
         if shared:
@@ -158,9 +132,7 @@ def _feature_of_table(tracker: Any, tables: Sequence[PackedTable]) -> Mapping[st
                 f"under features, and another table has its feature {shared[0]!r} too; give each "
                 "table features of its own, or skip the module with fqns_to_skip"
             )
-        if tracker.table_to_fqn.get(table.name) in features_of:
-            found[table.name] = table.feature_names[0]
-    return found
+    return {name: path for name, path in tracker.table_to_fqn.items() if path in features_of}
 
 
 def _refuse_other_states(mode: TrackingMode, group: RowGroup) -> None:
@@ -200,12 +172,3 @@ def _latest_state(tracker: Any) -> dict[str, Tensor]:
             for table, state in zip(kernel.config.embedding_tables, states):
                 latest[tracker.table_to_fqn[table.name]] = state
     return latest
-
-
-def _one_table(state: Tensor, dims: Sequence[int]) -> SimpleNamespace:
-    """Makes a stand-in for TorchRec's kernel, with the state of one table, for the tracker."""
-    tbe = SimpleNamespace(
-        momentum1_dev=state.flatten(),
-        split_optimizer_states=lambda: [[state]],
-    )
-    return SimpleNamespace(_emb_module=tbe, _config=SimpleNamespace(embedding_dims=lambda: dims))

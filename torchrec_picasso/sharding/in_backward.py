@@ -1,9 +1,8 @@
 """The driver without a schedule: requests rows in the input dist, fetches them in forward, updates
 them at the end of backward.
 
-TorchRec's input dist is two awaitables. The first ends when the header is known, the second when
-the ids have arrived. All of it runs ahead of the step that needs the rows. The features carry the
-layout of their rows to the lookup.
+TorchRec's input dist is two awaitables: of the header, and of the ids. All of it runs ahead of the
+step that needs the rows. The features carry the layout of their rows to the lookup.
 
 Backward itself only *sends* gradients. After the whole graph has run, the autograd engine calls
 back, and every row is updated once, from the gradients that arrived at its home rank and those
@@ -13,7 +12,7 @@ exchange of gradients overlaps with the rest of backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,35 +58,28 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         with torch.no_grad():
             batch = BatchIds.read([sparse_features], self._group, validated=validated)
             request = RowRequest(self._group, batch)
-        return _Header(sparse_features, request)
+
+        def after_header() -> Awaitable[KeyedJaggedTensor]:
+            request.send_ids()  # all ranks know the counts of requested rows
+            return _Waiting(after_ids)
+
+        def after_ids() -> KeyedJaggedTensor:
+            request.receive_ids()  # home ranks know the requested rows
+            return LaidOutFeatures.attach(sparse_features, request.lay_out())
+
+        return _Waiting(after_header)
 
 
-class _Header(Awaitable[Awaitable[KeyedJaggedTensor]]):
-    """Waits for the header; then all ranks know the counts of requested rows."""
+class _Waiting(Awaitable[Any]):
+    """Awaitable of a function that waits and continues."""
 
-    def __init__(self, features: KeyedJaggedTensor, request: RowRequest) -> None:
+    def __init__(self, wait: Callable[[], Any]) -> None:
         super().__init__()
-        self._features = features
-        self._request = request
+        self._wait_and_continue = wait
 
-    def _wait_impl(self) -> Awaitable[KeyedJaggedTensor]:
-        with torch.no_grad():
-            self._request.send_ids()
-        return _Ids(self._features, self._request)
-
-
-class _Ids(Awaitable[KeyedJaggedTensor]):
-    """Waits for the ids; then home ranks know the requested rows, and the layout is built."""
-
-    def __init__(self, features: KeyedJaggedTensor, request: RowRequest) -> None:
-        super().__init__()
-        self._features = features
-        self._request = request
-
-    def _wait_impl(self) -> KeyedJaggedTensor:
-        with torch.no_grad():
-            self._request.receive_ids()
-            return LaidOutFeatures.attach(self._features, self._request.lay_out())
+    @torch.no_grad()
+    def _wait_impl(self) -> Any:
+        return self._wait_and_continue()
 
 
 class LaidOutFeatures(KeyedJaggedTensor):

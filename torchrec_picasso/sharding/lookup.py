@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -21,82 +21,68 @@ from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.placement import SHARDING_TYPE_OF
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.sharding.delta_tracker import RecordLookup, state_tracker
+from torchrec_picasso.sharding.delta_tracker import RecordLookup, row_tracker
 from torchrec_picasso.sharding.in_backward import InBackwardDriver, LaidOutFeatures, layout_of
 from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.row_storage import RowStorage
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
 
-__all__ = ["HotColdPooledLookup", "HotColdSequenceLookup", "Packs"]
+__all__ = ["HotColdPooledLookup", "HotColdSequenceLookup", "make_group"]
 
 
-class Packs:
-    """All packs of one sharded module; TorchRec's lookup makes one kernel per pack.
+def make_group(
+    configs: Sequence[GroupedEmbeddingConfig],
+    tables: Sequence[PackedTable],
+    ranks: Ranks,
+    device: torch.device,
+) -> RowGroup:
+    """Allocates this rank's rows of all packs of one sharded module.
 
     ``configs`` has one config per pack with all its tables, ``tables`` the same tables as all ranks
     see them.
     """
-
-    def __init__(
-        self,
-        configs: list[GroupedEmbeddingConfig],
-        tables: Sequence[PackedTable],
-        ranks: Ranks,
-        device: torch.device,
-    ) -> None:
-        self.ranks, self.device = ranks, device
-        homes_P = [
-            homes
-            for _, same_route in groupby(tables, lambda table: table.route)
-            for homes in HotHomes.for_packs(list(same_route), ranks.rank, device)
-        ]
-        storages = [
-            RowStorage(config, homes, ranks, device) for config, homes in zip(configs, homes_P)
-        ]
-        self.group = RowGroup(tables, storages, ranks, device)
-        # A rank saves only tables it keeps. Kernels are numbered by this list, not by pack.
-        table_wise = ShardingType.TABLE_WISE.value
-        owned = {table.name for table in tables if SHARDING_TYPE_OF[table.route] == table_wise}
-        self._on_this_rank = [
-            (own, storage)
-            for config, storage in zip(configs, storages)
-            if (own := _on_this_rank(config, owned)) is not None
-        ]
-        self.configs = [config for config, _ in self._on_this_rank]
-        """One config per pack with tables on this rank, and with only these tables."""
-
-    def kernel(self, number: int) -> HotColdKernel:
-        """Makes TorchRec's view of the pack with this index in ``configs``."""
-        return HotColdKernel(*self._on_this_rank[number], self.ranks)
-
-
-def _on_this_rank(
-    config: GroupedEmbeddingConfig, owned: Collection[str]
-) -> GroupedEmbeddingConfig | None:
-    """Keeps the tables of a pack that this rank saves; ``None`` = the rank saves none.
-
-    A row-wise table is saved by every rank, with or without rows there; a table of one home rank
-    (``owned``) only by that rank.
-    """
-    tables = [t for t in config.embedding_tables if t.local_rows or t.name not in owned]
-    return replace(config, embedding_tables=tables) if tables else None
+    homes_P = [
+        homes
+        for _, same_route in groupby(tables, lambda table: table.route)
+        for homes in HotHomes.for_packs(list(same_route), ranks.rank, device)
+    ]
+    storages = [RowStorage(config, homes, ranks, device) for config, homes in zip(configs, homes_P)]
+    return RowGroup(tables, storages, ranks, device)
 
 
 class _HotColdLookup:
-    """Shared by pooled and sequence lookups: packs' kernels, and the driver without a schedule."""
+    """Shared by pooled and sequence lookups: packs' kernels, and the driver without a schedule.
+
+    TorchRec's lookup makes one kernel per pack with tables that this rank saves. A row-wise table
+    is saved by every rank, with or without rows there; a table of one home rank only by that rank.
+    """
 
     _emb_modules: Any
     optim_state_tracker_fn: Callable[[PartRows], None] | None
 
-    def __init__(self, packs: Packs) -> None:
-        self._packs = packs
+    def __init__(self, configs: Sequence[GroupedEmbeddingConfig], group: RowGroup) -> None:
+        self._group = group
+        table_wise = ShardingType.TABLE_WISE.value
+        owned = {t.name for t in group.tables if SHARDING_TYPE_OF[t.route] == table_wise}
+        saved_P = [
+            [t for t in config.embedding_tables if t.local_rows or t.name not in owned]
+            for config in configs
+        ]
+        # Kernels are numbered by this list, not by pack.
+        self._storages = [rows for rows, saved in zip(group.storages, saved_P) if saved]
         super().__init__(  # type: ignore[call-arg]
-            grouped_configs=packs.configs, device=packs.device, pg=packs.ranks.pg
+            grouped_configs=[
+                replace(config, embedding_tables=saved)
+                for config, saved in zip(configs, saved_P)
+                if saved
+            ],
+            device=group.device,
+            pg=group.ranks.pg,
         )
-        self._driver = InBackwardDriver(packs.group)
+        self._driver = InBackwardDriver(group)
 
     def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *_: object) -> BaseEmbedding:
-        return self._packs.kernel(len(self._emb_modules))
+        return HotColdKernel(config, self._storages[len(self._emb_modules)], self._group.ranks)
 
     def forward(self, sparse_features: LaidOutFeatures | PartRows) -> PartRows:
         """Starts to fetch the rows of a batch. Collective.
@@ -113,8 +99,7 @@ class _HotColdLookup:
 
     def register_optim_state_tracker_fn(self, record_fn: RecordLookup) -> None:
         """Registers TorchRec's delta tracker, for its modes with optimizer state."""
-        kernels = list(self._emb_modules)
-        self.optim_state_tracker_fn = state_tracker(record_fn, self._packs.group, kernels)
+        self.optim_state_tracker_fn = row_tracker(record_fn, self._group, list(self._emb_modules))
 
 
 class HotColdPooledLookup(_HotColdLookup, GroupedPooledEmbeddingsLookup):

@@ -84,22 +84,16 @@ class _OutputAwaitable(Awaitable[Tensor]):
             for column in pooling.columns(list(islice(remaining, pooling.num_pieces)))
         ]
         if rows.own_sizes is not None and self._plan.takes_weights:
-            return _flat(columns, self._dims(), rows.own_sizes)
+            # without the padding of features with their own batch sizes: (B, sum D) -> flat
+            features = zip(self._plan.features_M, self._plan.dim_M)
+            dims_F = [dim for num_features, dim in features for _ in range(num_features)]
+            blocks_F = torch.cat(columns, 1).split(dims_F, 1)
+            sized_F = zip(blocks_F, rows.own_sizes)
+            return torch.cat([block[:size].reshape(-1) for block, size in sized_F])
         # sequences: tables of one collection have one dim, hence one matrix
         if len(columns) == 1 and not rows.pooling_M[0].gives_views:
             return columns[0]
         return torch.cat(columns, 0 if rows.batch_size is None else 1)
-
-    def _dims(self) -> list[int]:
-        """Columns of the output of each feature."""
-        features = zip(self._plan.features_M, self._plan.dim_M)
-        return [dim for num_features, dim in features for _ in range(num_features)]
-
-
-def _flat(columns: Sequence[Tensor], dims_F: Sequence[int], sizes_F: Sequence[int]) -> Tensor:
-    """Removes the padding of features with their own batch sizes, ``(B, sum D)`` -> flat."""
-    blocks_F = torch.cat(list(columns), 1).split(list(dims_F), 1)
-    return torch.cat([block[:size].reshape(-1) for block, size in zip(blocks_F, sizes_F)])
 
 
 class _PoolArrivals(Function):

@@ -35,7 +35,11 @@ from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.placement import HotColdParams, pack_key
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.sharding.in_backward import RequestDist
-from torchrec_picasso.sharding.lookup import HotColdPooledLookup, HotColdSequenceLookup, Packs
+from torchrec_picasso.sharding.lookup import (
+    HotColdPooledLookup,
+    HotColdSequenceLookup,
+    make_group,
+)
 from torchrec_picasso.sharding.output_dist import HotColdOutputDist
 
 __all__ = ["HotColdEmbeddingSharding"]
@@ -64,30 +68,24 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
                 "hot/cold tables do not support 2-D parallelism (DMPCollection); use "
                 "DistributedModelParallel, or place these tables without HotColdParams"
             )
-        params = {
-            info.embedding_config.name: info.param_sharding.cache_params for info in sharding_infos
-        }
-        for info in sharding_infos:
-            name = info.embedding_config.name
-            params[name].check(name, info.embedding_config.num_embeddings)
-        pooling = {info.embedding_config.pooling for info in sharding_infos}
-        self._is_sequence = pooling == {PoolingType.NONE}
+        configs = {info.embedding_config.name: info.embedding_config for info in sharding_infos}
+        shardings = [info.param_sharding for info in sharding_infos]
+        params = {name: sharding.cache_params for name, sharding in zip(configs, shardings)}
+        for name, config in configs.items():
+            params[name].check(name, config.num_embeddings)
+        self._is_sequence = all(c.pooling == PoolingType.NONE for c in configs.values())
         super().__init__(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry)
         # Regroups TorchRec's groups; TorchRec's own methods read names and shards from these.
         self._grouped_embedding_configs_per_rank = [
             _packs(groups, params) for groups in self._grouped_embedding_configs_per_rank
         ]
         self._grouped_embedding_configs = self._grouped_embedding_configs_per_rank[self._rank]
-        means = {
-            info.embedding_config.name
-            for info in sharding_infos
-            if info.embedding_config.pooling == PoolingType.MEAN
-        }
+        means = {name for name, c in configs.items() if c.pooling == PoolingType.MEAN}
         self._tables = self._packed_tables(params, means)
         self._ranks = Ranks(self._pg, qcomm_codecs_registry)
         if device is not None and device.type == "cpu":
             connect(self._pg)
-        self._packs: Packs | None = None
+        self._group: RowGroup | None = None
 
     @cached_property
     def request_dist(self) -> RequestDist:
@@ -97,8 +95,8 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
     @property
     def group(self) -> RowGroup:
         """The tables; available after TorchRec has made the lookup."""
-        assert self._packs is not None, "TorchRec creates lookups before input dists"
-        return self._packs.group
+        assert self._group is not None, "TorchRec creates lookups before input dists"
+        return self._group
 
     def create_lookup(
         self,
@@ -107,11 +105,10 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         feature_processor: Any = None,
     ) -> HotColdPooledLookup | HotColdSequenceLookup:
         """Allocates this rank's home rows and replicas."""
-        self._packs = Packs(
-            self._grouped_embedding_configs, self._tables, self._ranks, device or self._device
-        )
+        configs, device = self._grouped_embedding_configs, device or self._device
+        self._group = make_group(configs, self._tables, self._ranks, device)
         lookup = HotColdSequenceLookup if self._is_sequence else HotColdPooledLookup
-        return lookup(self._packs)
+        return lookup(configs, self._group)
 
     def create_input_dist(self, device: torch.device | None = None) -> RequestDist:
         """Returns the request for a batch's rows."""
