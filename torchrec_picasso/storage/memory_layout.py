@@ -34,15 +34,7 @@ class MemoryLayout:
     num_hot_rows: int
     """Number of replicas, equal on all ranks."""
     homes: EmbeddingLocation
-    replicas: EmbeddingLocation
-    """Memory of the replicas; the memory of the home rows if both are one table."""
     in_two_tables: bool
-
-    def __post_init__(self) -> None:
-        if self.in_two_tables:
-            assert self.num_hot_rows, "FBGEMM's CPU update cannot have an empty last table"
-        else:
-            assert self.homes == self.replicas, "a table has one memory"
 
     @property
     def compute_device(self) -> ComputeDevice:
@@ -56,34 +48,27 @@ class MemoryLayout:
         table."""
         if not self.in_two_tables:
             return [(max(1, self.num_home_rows + self.num_hot_rows), self.homes)]
-        return [(max(1, self.num_home_rows), self.homes), (self.num_hot_rows, self.replicas)]
+        is_managed = self.homes == EmbeddingLocation.MANAGED
+        replicas = EmbeddingLocation.DEVICE if is_managed else self.homes
+        return [(max(1, self.num_home_rows), self.homes), (self.num_hot_rows, replicas)]
 
 
 def choose_memory(
     config: GroupedEmbeddingConfig, device: torch.device, num_hot_rows: int
 ) -> MemoryLayout:
-    """Chooses the memory of a pack's tables, all with one compute kernel, on a device.
-
-    Hot rows with home rows in managed memory have two tables, all others one.
-
-    Raises:
-        CompatError: If a hot/cold table cannot have the compute kernel or the dim.
-    """
+    """Chooses the memory of a pack's tables, all with one compute kernel, on a device; raises
+    CompatError if a hot/cold table cannot have the kernel or the dim."""
     for table in config.embedding_tables:
         refusal = why_no_memory(table.compute_kernel.value, table.local_cols)
         if refusal is not None:
             raise CompatError(f"hot/cold table {table.name!r} {refusal.what}; {refusal.instead}")
     (kernel,) = {table.compute_kernel for table in config.embedding_tables}
-    homes = replicas = EmbeddingLocation.HOST
+    homes = EmbeddingLocation.HOST
     if device.type == "cuda":
-        homes = replicas = compute_kernel_to_embedding_location(kernel)
-    in_two_tables = homes == EmbeddingLocation.MANAGED and num_hot_rows > 0
-    if in_two_tables:
-        replicas = EmbeddingLocation.DEVICE
+        homes = compute_kernel_to_embedding_location(kernel)
     return MemoryLayout(
         num_home_rows=sum(table.local_rows for table in config.embedding_tables),
         num_hot_rows=num_hot_rows,
         homes=homes,
-        replicas=replicas,
-        in_two_tables=in_two_tables,
+        in_two_tables=homes == EmbeddingLocation.MANAGED and num_hot_rows > 0,
     )

@@ -34,13 +34,8 @@ __all__ = ["RowStorage"]
 
 
 class RowStorage(nn.Module):
-    """Home rows and replicas of one pack on this rank.
-
-    The pack's tables on this rank are of one dim, compute kernel and optimizer setting.
-
-    Raises:
-        CompatError: If the kernel, the optimizer or the dim cannot be trained exactly.
-    """
+    """Home rows and replicas of one pack on this rank: tables of one dim, compute kernel and
+    optimizer setting. Raises CompatError if these cannot be trained exactly."""
 
     def __init__(
         self,
@@ -81,8 +76,6 @@ class RowStorage(nn.Module):
     def num_hot_rows(self) -> int:
         """Number of hot rows of the pack."""
         return self.hot_homes.num_hot_rows
-
-    # -- training ------------------------------------------------------------------------------
 
     def gather(self, rows_n: Tensor) -> Tensor:
         """Reads home rows, integer, with repeats: float32, shape ``(n, D)``."""
@@ -133,10 +126,8 @@ class RowStorage(nn.Module):
         """Applies the optimizer once to every given row, and counts one step.
 
         Arguments as for :meth:`.RowTables.update`; the touched hot rows are equal on all ranks.
-
-        Raises:
-            PicassoError: If home rows of a pack with hot rows were written from outside since the
-                ranks last agreed.
+        Raises PicassoError if home rows of a pack with hot rows were written from outside since
+        the ranks last agreed.
         """
         with self._writing():
             if self._was_written and self.num_hot_rows:
@@ -151,8 +142,6 @@ class RowStorage(nn.Module):
             # rows.
             for rows in self.tables.per_row() if self.num_hot_rows else ():
                 touched.copy_home(rows.homes, rows.replicas)
-
-    # -- a change of the hot set --------------------------------------------------------------
 
     def start_counting(self) -> None:
         """Starts access counts; has no effect if they are already kept."""
@@ -188,8 +177,6 @@ class RowStorage(nn.Module):
             self.hot_homes.broadcast(rows.homes, at_home, self._ranks)
             is_unlike_H |= (_bits(at_home) != _bits(rows.replicas)).any(dim=1)
         return is_unlike_H
-
-    # -- writes from outside ---------------------------------------------------------------------
 
     def was_written(self) -> bool:
         """Whether home rows were written from outside since :meth:`fill_replicas`.

@@ -37,7 +37,6 @@ from torchrec_picasso.storage.memory_layout import MemoryLayout
 from torchrec_picasso.storage.row_updates import (
     ONLY_HERE,
     RowUpdate,
-    UpdatedRows,
     UpdateStep,
     new_states,
     row_update,
@@ -70,10 +69,7 @@ class HomesAndReplicas:
 
 
 class RowTables(nn.Module):
-    """Home rows and replicas of one pack, stored in a TBE.
-
-    The pack's tables on this rank are of one dim, compute kernel and optimizer setting.
-    """
+    """Home rows and replicas of one pack, stored in a TBE."""
 
     def __init__(
         self, config: GroupedEmbeddingConfig, layout: MemoryLayout, device: torch.device
@@ -159,11 +155,10 @@ class RowTables(nn.Module):
         """
         if self._row_update is not None:
             self._update_here(self._row_update, rows_n, slots_t, grads_mD, bags)
-        elif bags is not None:
-            self._update_bags(rows_n, *bags, grads_mD)
         else:
-            self._update_rows(rows_n, slots_t, grads_mD)
+            self._update_by_tbe(rows_n, slots_t, grads_mD, bags)
 
+    @torch.no_grad()
     def _update_here(
         self,
         row_update: RowUpdate,
@@ -178,43 +173,45 @@ class RowTables(nn.Module):
         step = UpdateStep.begin(self.tbe)
         num_hot = slots_t.numel()
         home_grads, hot_grads = grads_mD.split([len(grads_mD) - num_hot, num_hot])
-        summed = sum_by_row(rows_n, home_grads, self.layout.num_home_rows, *(bags or ()))
-        _apply(row_update, step, [rows.homes for rows in self.per_row()], *summed)
-        if self.layout.num_hot_rows:
+        rows_U, grads_UD = sum_by_row(rows_n, home_grads, self.layout.num_home_rows, *(bags or ()))
+        weights, *states = self.per_row()
+        if rows_U.numel():
+            homes = [state.homes for state in states]
+            row_update(step, weights.homes, homes, rows_U, grads_UD)
+        if num_hot:
             # A slot repeats where several lookups of one graph used it.
-            summed = sum_by_row(slots_t, hot_grads, self.layout.num_hot_rows)
-            _apply(row_update, step, [rows.replicas for rows in self.per_row()], *summed)
+            rows_U, grads_UD = sum_by_row(slots_t, hot_grads, self.layout.num_hot_rows)
+            replicas = [state.replicas for state in states]
+            row_update(step, weights.replicas, replicas, rows_U, grads_UD)
 
-    def _update_rows(self, rows_n: Tensor, slots_t: Tensor, grads_mD: Tensor) -> None:
-        """Updates by the TBE, in which every row is a bag."""
-        num_hot = slots_t.numel()
-        num_home = len(grads_mD) - num_hot
-        in_two = self.layout.in_two_tables
-        # In one table the replicas follow the home rows.
-        if not in_two:
-            slots_t = slots_t + self.layout.num_home_rows
-        indices_m = torch.cat([rows_n.to(torch.int64), slots_t])
-        if not indices_m.numel():
-            with torch.no_grad():  # one empty bag per table: the step counts, as in stock TorchRec
-                self.tbe(indices_m, indices_m.new_zeros(1 + len(self.layout.tables)))
-            return
-        offsets = self._two_offsets(num_home, num_hot) if in_two else self._count(indices_m.numel())
-        grads = _side_by_side(grads_mD, num_home) if in_two else grads_mD
-        # The fused TBE applies its optimizer in backward; it sums gradients of repeated rows
-        # itself.
-        with torch.enable_grad():
-            torch.autograd.backward(self.tbe(indices_m, offsets), grads)
-
-    def _update_bags(
-        self, rows_N: Tensor, offsets_S1: Tensor, weights_N: Tensor | None, grads_SD: Tensor
+    def _update_by_tbe(
+        self,
+        rows_n: Tensor,
+        slots_t: Tensor,
+        grads_mD: Tensor,
+        bags: tuple[Tensor, Tensor | None] | None,
     ) -> None:
-        """Updates by the TBE's own pooling."""
-        if offsets_S1.numel() == 1:
-            offsets_S1 = offsets_S1.new_zeros(2)  # one empty bag: the step counts
-            grads_SD = grads_SD.new_zeros(1, self._dim)
+        """Updates by the fused TBE, which applies its optimizer in backward.
+
+        It sums gradients of repeated rows itself.
+        """
+        if not len(grads_mD):
+            with torch.no_grad():  # one empty bag per table: the step counts, as in stock TorchRec
+                self.tbe(slots_t, slots_t.new_zeros(1 + len(self.layout.tables)))
+            return
+        if bags is not None:
+            indices, (offsets, weights) = rows_n, bags
+        else:
+            num_hot, in_two, weights = slots_t.numel(), self.layout.in_two_tables, None
+            num_home = len(grads_mD) - num_hot
+            # In one table the replicas follow the home rows.
+            slots_t = slots_t if in_two else slots_t + self.layout.num_home_rows
+            indices = torch.cat([rows_n.to(torch.int64), slots_t])
+            offsets = self._two_offsets(num_home, num_hot) if in_two else self._count(len(indices))
+            grads_mD = _side_by_side(grads_mD, num_home) if in_two else grads_mD
         with torch.enable_grad():
-            pooled_SD = self.tbe(rows_N, offsets_S1, per_sample_weights=weights_N)
-            torch.autograd.backward(pooled_SD, grads_SD)
+            pooled = self.tbe(indices, offsets, per_sample_weights=weights)
+            torch.autograd.backward(pooled, grads_mD)
 
     def _two_offsets(self, num_home: int, num_hot: int) -> Tensor:
         """Offsets of the bags of two tables, padded with empty bags: int64, ``(2 S + 1,)``."""
@@ -229,17 +226,6 @@ class RowTables(nn.Module):
         if self._counting.numel() <= end:
             self._counting = torch.arange(2 * end + 1, device=self._counting.device)
         return self._counting[: end + 1]
-
-
-@torch.no_grad()
-def _apply(
-    update: RowUpdate, step: UpdateStep, tensors: list[Tensor], rows_U: Tensor, grads_UD: Tensor
-) -> None:
-    """Updates rows of ``tensors``, the weights and the states, if there are any rows."""
-    weights_RD, *states = tensors
-    rows = UpdatedRows(weights_RD=weights_RD, states=states, rows_U=rows_U, grads_UD=grads_UD)
-    if rows_U.numel():
-        update(rows, step)
 
 
 def _side_by_side(grads_mD: Tensor, num_home: int) -> Tensor:

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,6 @@ __all__ = [
     "PARTIAL_ROW_WISE",
     "RowUpdate",
     "UpdateStep",
-    "UpdatedRows",
     "new_states",
     "row_update",
     "row_wise_adagrad",
@@ -79,38 +79,26 @@ class UpdateStep:
         return UpdateStep(
             number=int(tbe.iter_cpu),
             learning_rate=tbe.get_learning_rate(),
-            eps=_as_float32(args.eps),
-            beta1=_as_float32(args.beta1),
-            beta2=_as_float32(args.beta2),
-            weight_decay=_as_float32(args.weight_decay),
+            **{
+                name: float(torch.tensor(getattr(args, name), dtype=torch.float32))
+                for name in ("eps", "beta1", "beta2", "weight_decay")
+            },
         )
 
 
-def _as_float32(number: float) -> float:
-    return float(torch.tensor(number, dtype=torch.float32))
+RowUpdate = Callable[[UpdateStep, Tensor, Sequence[Tensor], Tensor, Tensor], None]
+"""An optimizer: updates rows of a matrix in place, by the numbers of this step.
+
+After the step its arguments are the weights ``(R, D)``; the states in FBGEMM's order, shape
+``(R, D)`` or ``(R,)`` each; the distinct numbers of the updated rows, int64, shape ``(U,)``; and
+their gradients ``(U, D)``, which may be overwritten. All but the numbers are float32."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpdatedRows:
-    """Rows of a matrix that one step updates in place, with their state and their gradients."""
-
-    weights_RD: Tensor
-    """All rows of the matrix, float32, shape ``(R, D)``."""
-    states: Sequence[Tensor]
-    """The optimizer's state in FBGEMM's order, float32, shape ``(R, D)`` or ``(R,)`` each."""
-    rows_U: Tensor
-    """Distinct numbers of the updated rows, int64, shape ``(U,)``."""
-    grads_UD: Tensor
-    """Their gradients, float32, shape ``(U, D)``; may be overwritten."""
-
-
-RowUpdate = Callable[[UpdatedRows, UpdateStep], None]
-"""An optimizer: updates the rows in place, by the numbers of this step."""
-
-
-def row_wise_adagrad(rows: UpdatedRows, step: UpdateStep) -> None:
+def row_wise_adagrad(
+    step: UpdateStep, weights_RD: Tensor, states: Sequence[Tensor], rows_U: Tensor, grads_UD: Tensor
+) -> None:
     """``sum += mean(g^2)``, ``w -= lr g / (sqrt(sum) + eps)``; no decay. A ``RowUpdate``."""
-    (sums_R,), rows_U, grads_UD = rows.states, rows.rows_U, rows.grads_UD
+    (sums_R,) = states
     norm_U = torch.linalg.vector_norm(grads_UD, dim=1)
     before_U = sums_R.index_select(0, rows_U)
     # mean(g^2) = |g|^2 / D, shape (U,).
@@ -119,33 +107,35 @@ def row_wise_adagrad(rows: UpdatedRows, step: UpdateStep) -> None:
     # -lr / (sqrt(sum) + eps), in place of the sums, which are already copied back.
     scale_U = sums_U.sqrt_().add_(step.eps).reciprocal_().mul_(-step.learning_rate)
     steps_UD = grads_UD.mul_(scale_U.unsqueeze(1))
-    rows.weights_RD.scatter_add_(0, rows_U.unsqueeze(1).expand_as(steps_UD), steps_UD)
+    weights_RD.scatter_add_(0, rows_U.unsqueeze(1).expand_as(steps_UD), steps_UD)
 
 
-def _adam(rows: UpdatedRows, step: UpdateStep) -> None:
-    """Adam, partial row-wise if the second state has one value per row. A ``RowUpdate``."""
-    weights_UD = rows.weights_RD.index_select(0, rows.rows_U)
-    steps_UD = _adam_steps(weights_UD, rows, step)
+def _adam(
+    step: UpdateStep,
+    weights_RD: Tensor,
+    states: Sequence[Tensor],
+    rows_U: Tensor,
+    grads_UD: Tensor,
+    *,
+    is_lamb: bool = False,
+) -> None:
+    """Adam or LAMB, partial row-wise if the second state has one value per row. A ``RowUpdate``."""
+    weights_UD = weights_RD.index_select(0, rows_U)
+    steps_UD = _adam_steps(step, weights_UD, states, rows_U, grads_UD)
+    if is_lamb:
+        weight_norms_U1 = torch.linalg.vector_norm(weights_UD, dim=1, keepdim=True)
+        step_norms_U1 = torch.linalg.vector_norm(steps_UD, dim=1, keepdim=True)
+        # (U, 1) scales every column of a row by |w| / |u|.
+        steps_UD.mul_(weight_norms_U1.div_(step_norms_U1))
     weights_UD.add_(steps_UD, alpha=-step.learning_rate)
-    rows.weights_RD.index_copy_(0, rows.rows_U, weights_UD)
+    weights_RD.index_copy_(0, rows_U, weights_UD)
 
 
-def _lamb(rows: UpdatedRows, step: UpdateStep) -> None:
-    """LAMB, partial row-wise if the second state has one value per row. A ``RowUpdate``."""
-    weights_UD = rows.weights_RD.index_select(0, rows.rows_U)
-    steps_UD = _adam_steps(weights_UD, rows, step)
-    weight_norms_U1, step_norms_U1 = (
-        torch.linalg.vector_norm(rows_UD, dim=1, keepdim=True) for rows_UD in (weights_UD, steps_UD)
-    )
-    # (U, 1) scales every column of a row by |w| / |u|.
-    steps_UD.mul_(weight_norms_U1.div_(step_norms_U1))
-    weights_UD.add_(steps_UD, alpha=-step.learning_rate)
-    rows.weights_RD.index_copy_(0, rows.rows_U, weights_UD)
-
-
-def _adam_steps(weights_UD: Tensor, rows: UpdatedRows, step: UpdateStep) -> Tensor:
+def _adam_steps(
+    step: UpdateStep, weights_UD: Tensor, states: Sequence[Tensor], rows_U: Tensor, grads_UD: Tensor
+) -> Tensor:
     """Updates both states; returns u, shape ``(U, D)``, for rows of the given weights."""
-    (means_RD, squares), rows_U, grads_UD = rows.states, rows.rows_U, rows.grads_UD
+    means_RD, squares = states
     means_UD = means_RD.index_select(0, rows_U).mul_(step.beta1)
     means_UD.add_(grads_UD, alpha=1 - step.beta1)
     # Rows are distinct, so a copy back is exact; rows that were not looked up are not touched.
@@ -165,6 +155,8 @@ def _bias_correction(beta: float, number: int) -> float:
     """``1 - beta^t``, the power rounded to float32 as by FBGEMM's ``powf``."""
     return 1 - float(torch.tensor(beta, dtype=torch.float32) ** number)
 
+
+_lamb = partial(_adam, is_lamb=True)
 
 ONLY_HERE: Mapping[EmbOptimType, RowUpdate] = {
     EmbOptimType.ADAM: _adam,

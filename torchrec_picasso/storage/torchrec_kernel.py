@@ -47,7 +47,8 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         self._ranks = ranks
         self._dim = config.embedding_tables[0].local_cols
         self.rows = rows
-        self._init_parameters()
+        for table, weights in zip(config.embedding_tables, self.split_embedding_weights()):
+            weights.uniform_(table.get_weight_init_min(), table.get_weight_init_max())
         self._optim = _OrderedFusedOptimizer(self.rows, **self._optimizer_views())
 
     @property
@@ -179,10 +180,6 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
             "embedding_weights_by_table": self.split_embedding_weights(),
             "all_optimizer_states": states if any(states) else None,
         }
-
-    def _init_parameters(self) -> None:
-        for table, weights in zip(self._config.embedding_tables, self.split_embedding_weights()):
-            weights.uniform_(table.get_weight_init_min(), table.get_weight_init_max())
 
     def flush(self) -> None:
         """Orders the reader of a state dict after the last update. Local."""
