@@ -12,7 +12,6 @@ import importlib
 import re
 from collections.abc import Mapping
 from importlib import metadata
-from importlib.util import find_spec
 
 from torchrec_picasso.errors import VersionError
 
@@ -21,7 +20,6 @@ __all__ = [
     "SUPPORTED_TORCH",
     "check_installed",
     "installed_versions",
-    "why_incomplete",
     "why_not_together",
 ]
 
@@ -31,29 +29,22 @@ FBGEMM_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8", "2.14": "1.9", "
 SUPPORTED_TORCH = ("2.13", "2.14")
 """Minor releases of torch that ``setup.py`` allows, with their FBGEMM and TorchRec."""
 
-_FBGEMM_NAMES = (
-    "fbgemm-gpu",
-    "fbgemm-gpu-cpu",
-    "fbgemm-gpu-nightly",
-    "fbgemm-gpu-nightly-cpu",
-)
+_FBGEMM_NAMES = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly", "fbgemm-gpu-nightly-cpu")
 _RELEASE = re.compile(r"(\d+\.\d+)(?:\.\d+)*(?:\.post\d+)?(?:\+.*)?")
 
 
 def check_installed() -> None:
-    """Refuses a torch and an FBGEMM that cannot be loaded together.
-
-    Raises:
-        VersionError: If the pair is known not to work, or is unknown and TorchRec cannot be
-            imported.
-    """
+    """Raises VersionError if the installed torch and FBGEMM are known not to work together, or are
+    an unknown pair and TorchRec cannot be imported."""
     versions = installed_versions()
     if "torch" not in versions or len(versions) < 2:
         return  # not installed as packages: if one is missing, Python's own error says so
     if (reason := why_not_together(versions)) is not None:
         raise VersionError(reason)
-    if _is_known(versions):
-        return
+    torch_minor, fbgemm_minors = _minors(versions)
+    wanted = FBGEMM_OF_TORCH.get(torch_minor or "")
+    if wanted is not None and fbgemm_minors == {wanted}:
+        return  # a pair of releases that is known to work
     try:
         importlib.import_module("torchrec")
     except Exception as error:
@@ -64,18 +55,6 @@ def check_installed() -> None:
             f"{_spelled(versions)} cannot be imported together ({type(error).__name__}: {error}). "
             f"{_advice(versions)}"
         ) from error
-
-
-def why_incomplete() -> str | None:
-    """Names the packages that are missing, and versions that load together; imports nothing."""
-    missing = [name for name in ("torch", "torchrec", "fbgemm_gpu") if find_spec(name) is None]
-    if not missing:
-        return None
-    sets = "; ".join(
-        f"torch {torch} with torchrec and fbgemm-gpu (or fbgemm-gpu-cpu) {FBGEMM_OF_TORCH[torch]}"
-        for torch in SUPPORTED_TORCH
-    )
-    return f"not installed: {', '.join(missing)}. Versions that load together: {sets}"
 
 
 def installed_versions() -> dict[str, str]:
@@ -90,10 +69,8 @@ def installed_versions() -> dict[str, str]:
 
 
 def why_not_together(versions: Mapping[str, str]) -> str | None:
-    """Explains why installed versions are known not to work together, and what to install instead.
-
-    ``None`` for pairs that work and for unknown releases, nightlies and builds.
-    """
+    """Explains why installed versions are known not to work together, and what to install instead;
+    ``None`` for pairs that work and for unknown releases, nightlies and builds."""
     torch_minor, fbgemm_minors = _minors(versions)
     if torch_minor not in FBGEMM_OF_TORCH or not fbgemm_minors:
         return None
@@ -103,13 +80,6 @@ def why_not_together(versions: Mapping[str, str]) -> str | None:
     if any(minor not in known or minor == wanted for minor in fbgemm_minors):
         return None
     return f"{_spelled(versions)} cannot work together. {_advice(versions)}"
-
-
-def _is_known(versions: Mapping[str, str]) -> bool:
-    """Whether this is a single pair of releases that is known to work."""
-    torch_minor, fbgemm_minors = _minors(versions)
-    wanted = FBGEMM_OF_TORCH.get(torch_minor or "")
-    return wanted is not None and fbgemm_minors == {wanted}
 
 
 def _minors(versions: Mapping[str, str]) -> tuple[str | None, set[str | None]]:
@@ -130,9 +100,7 @@ def _advice(versions: Mapping[str, str]) -> str:
     """Names the pair to install: one for the installed torch if there is one, else the newest."""
     torch_minor, _ = _minors(versions)
     torch = torch_minor if torch_minor in SUPPORTED_TORCH else SUPPORTED_TORCH[-1]
-    pairs = ", ".join(
-        f"FBGEMM {FBGEMM_OF_TORCH[known]} - torch {known}" for known in SUPPORTED_TORCH
-    )
+    pairs = ", ".join(f"FBGEMM {FBGEMM_OF_TORCH[of]} - torch {of}" for of in SUPPORTED_TORCH)
     fbgemm, _, _ = next(name for name in versions if name != "torch").partition("-nightly")
     if "cpu" in " ".join(versions):
         fbgemm = "fbgemm-gpu-cpu"

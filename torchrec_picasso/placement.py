@@ -81,11 +81,8 @@ class HotColdParams(CacheParams):
     """
 
     hot_rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-
     wave: int = 0
-
     form: Form = "rows"
-
     num_micro_batches: int | None = None
 
     def __post_init__(self) -> None:
@@ -111,11 +108,7 @@ class HotColdParams(CacheParams):
         return self.hot_rows.numel()
 
     def check(self, table: str, num_embeddings: int) -> None:
-        """Refuses a hot set that a table with ``num_embeddings`` rows cannot hold.
-
-        Raises:
-            PlanError: If there are more hot rows than rows, or a hot row is outside the table.
-        """
+        """Raises PlanError if a table with ``num_embeddings`` rows cannot hold the hot set."""
         if self.num_hot_rows > num_embeddings:
             raise PlanError(
                 f"table {table!r} has {num_embeddings} rows, but {self.num_hot_rows} hot rows were "
@@ -128,18 +121,15 @@ class HotColdParams(CacheParams):
             )
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, HotColdParams)
-            and CacheParams.__hash__(self) == CacheParams.__hash__(other)
-            and torch.equal(self.hot_rows, other.hot_rows)
-            and self.wave == other.wave
-            and self.form == other.form
-            and self.num_micro_batches == other.num_micro_batches
-        )
+        return isinstance(other, HotColdParams) and self._identity() == other._identity()
 
     def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[object, ...]:
+        """All that distinguishes a placement in this process."""
         rows = self.hot_rows.numpy().tobytes()
-        return hash((super().__hash__(), rows, self.wave, self.form, self.num_micro_batches))
+        return super().__hash__(), rows, self.wave, self.form, self.num_micro_batches
 
     def __repr__(self) -> str:
         # a digest: TorchRec distinguishes plans by this text, and tensors print shortened
@@ -159,19 +149,16 @@ class HotColdParams(CacheParams):
         Source:
             TorchRec ``distributed/types.py`` ``CacheParams.stable_fingerprint``.
         """
-        parent_fingerprint = getattr(super(), "stable_fingerprint", self._cache_settings)
+        # Before 1.9: TorchRec's own fields as text, those that it compares itself.
+        names = [f.name for f in fields(CacheParams) if f.name != "stats"]
+        cache_settings = tuple(f"{name}={getattr(self, name)!r}" for name in names)
+        parent_fingerprint = getattr(super(), "stable_fingerprint", lambda: cache_settings)
         own = (self._rows_digest(), self.wave, self.form, self.num_micro_batches)
         return ("hot_cold_params", 3, *own, parent_fingerprint())
 
     def _rows_digest(self) -> str:
         """SHA-256 of the hot rows."""
         return hashlib.sha256(self.hot_rows.numpy().tobytes()).hexdigest()
-
-    def _cache_settings(self) -> tuple[object, ...]:
-        """Lists TorchRec's own fields as text, those that it compares itself."""
-        return tuple(
-            f"{f.name}={getattr(self, f.name)!r}" for f in fields(CacheParams) if f.name != "stats"
-        )
 
 
 def _ascending_ids(rows: Tensor | Iterable[int]) -> Tensor:

@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 
 from torchrec_picasso.app.cli.arguments import make_parser
-from torchrec_picasso.compat import why_incomplete
+from torchrec_picasso.compat import FBGEMM_OF_TORCH, SUPPORTED_TORCH
 from torchrec_picasso.errors import PeerError, PicassoError
 from torchrec_picasso.version import __version__
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if (problem := why_incomplete()) is not None:
+    if (problem := _why_incomplete()) is not None:
         return _say(problem, EXIT_FAILED)
     # here, not above: PyTorch and TorchRec take seconds to import
     from torchrec_picasso.app.launch.quiet import quiet_upstream
@@ -66,6 +67,18 @@ def _run(args: argparse.Namespace) -> int:
         if isinstance(cause, PicassoError) and not isinstance(cause, PeerError):
             return _say(str(cause), EXIT_BAD_INPUT)
         return _say(str(error), EXIT_FAILED)
+
+
+def _why_incomplete() -> str | None:
+    """Names the packages that are missing, and versions that load together; imports nothing."""
+    missing = [name for name in ("torch", "torchrec", "fbgemm_gpu") if find_spec(name) is None]
+    if not missing:
+        return None
+    sets = "; ".join(
+        f"torch {torch} with torchrec and fbgemm-gpu (or fbgemm-gpu-cpu) {FBGEMM_OF_TORCH[torch]}"
+        for torch in SUPPORTED_TORCH
+    )
+    return f"not installed: {', '.join(missing)}. Versions that load together: {sets}"
 
 
 def _say(message: str, exit_code: int) -> int:
