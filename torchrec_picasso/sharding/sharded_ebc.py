@@ -19,19 +19,10 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_picasso._torchrec import (
-    EmbeddingShardingContext,
-    EmbeddingShardingInfo,
-    QuantizedCommCodecs,
-)
+from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.rows.batch_rows import PartRows
-from torchrec_picasso.sharding.sharded_module import (
-    GROUP,
-    HotColdModule,
-    is_hot_cold,
-)
+from torchrec_picasso.sharding.sharded_module import GROUP, HotColdModule, is_hot_cold
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
 __all__ = ["ShardedHotColdEmbeddingBagCollection"]
@@ -116,12 +107,6 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
     def join(self, outputs: Sequence[LazyAwaitable[KeyedTensor]]) -> LazyAwaitable[KeyedTensor]:
         """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
         return _Joined(outputs, self._embedding_names)
-
-    def output(self, rows: PartRows) -> Any:
-        """Computes the module's output for one micro-batch, from its fetched rows."""
-        context = self.create_context()
-        context.sharding_contexts.append(EmbeddingShardingContext())
-        return self.compute_and_output_dist(context, [rows])
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
         """Refuses TorchRec's dynamic resharding if a table is hot/cold."""

@@ -24,7 +24,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.streams import keep_for_current_stream
-from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.valid_features import with_weights
 from torchrec_picasso.sharding.sharded_module import GROUP, HotColdModule
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
@@ -105,30 +104,22 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
         if not self.is_all_hot_cold:
             _refuse_untrained(ctx, self._device)
             return super().compute_and_output_dist(ctx, input)
-        ((lookup, features),) = zip(self._lookups, input)
-        own = self._sequences(lookup(features))
+        ((lookup, features, output_dist, names),) = zip(
+            self._lookups, input, self._output_dists, self._embedding_names_per_sharding
+        )
+        rows = lookup(features)
+        # as TorchRec's own modules call its trackers
+        if self.post_lookup_tracker_fn is not None:
+            self.post_lookup_tracker_fn(None, rows)
+        own = _Sequences(output_dist(rows), rows.features, names, self._need_indices)
+        if self.post_odist_tracker_fn is not None:
+            self.post_odist_tracker_fn()
         if not ctx.seq_vbe_ctx:
             return own
         # VBE: `own` has a bag per distinct row (S); recat (F B) names the bag of each sample
-        (rows,) = ctx.seq_vbe_ctx
-        shape = rows.reindexed_lengths.shape
-        return SpreadSequences(own, rows.unpadded_lengths, rows.recat.view(shape))
-
-    def output(self, rows: PartRows) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Computes the module's output for one micro-batch, from its fetched rows."""
-        (lookup,) = self._lookups
-        return self._sequences(lookup(rows))
-
-    def _sequences(self, rows: PartRows) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Makes the output from rows, and calls TorchRec's trackers as its own modules do."""
-        (names,) = self._embedding_names_per_sharding
-        (output_dist,) = self._output_dists
-        if self.post_lookup_tracker_fn is not None:
-            self.post_lookup_tracker_fn(None, rows)
-        output = _Sequences(output_dist(rows), rows.features, names, self._need_indices)
-        if self.post_odist_tracker_fn is not None:
-            self.post_odist_tracker_fn()
-        return output
+        (vbe,) = ctx.seq_vbe_ctx
+        shape = vbe.reindexed_lengths.shape
+        return SpreadSequences(own, vbe.unpadded_lengths, vbe.recat.view(shape))
 
 
 def _refuse_untrained(ctx: EmbeddingCollectionContext, device: torch.device | None) -> None:

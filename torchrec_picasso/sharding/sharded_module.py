@@ -21,7 +21,7 @@ from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_picasso._torchrec import EmbeddingShardingInfo
+from torchrec_picasso._torchrec import EmbeddingShardingContext, EmbeddingShardingInfo
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import SHARDING_TYPE_OF, HotColdParams
 from torchrec_picasso.rows.batch_rows import PartRows
@@ -58,8 +58,8 @@ def _tracker_shared_with_copies(name: str) -> Any:
 class HotColdModule(ABC):
     """A sharded module of TorchRec's in which tables with :class:`HotColdParams` are hot/cold.
 
-    ``table_shardings``, ``in_table_order``, ``output``, ``with_shardings`` and ``join`` differ
-    between pooled and sequence modules.
+    ``table_shardings``, ``in_table_order``, ``with_shardings`` and ``join`` differ between pooled
+    and sequence modules.
     """
 
     _has_uninitialized_input_dist: bool
@@ -68,7 +68,8 @@ class HotColdModule(ABC):
     """Whether hot/cold tables look up the same features and report malformed ones to all ranks."""
     module_sharding_plan: Any
     preprocess_input: Callable[..., Any]
-
+    create_context: Callable[[], Any]
+    compute_and_output_dist: Callable[..., Any]
     _lookups: list[Any]
     _sharding_types: list[str]
 
@@ -91,10 +92,6 @@ class HotColdModule(ABC):
     @abstractmethod
     def in_table_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Permutes features to the order of the tables; input dists must exist."""
-
-    @abstractmethod
-    def output(self, rows: PartRows) -> LazyAwaitable[Any]:
-        """Computes the module's output for one micro-batch, from its fetched rows."""
 
     @abstractmethod
     def with_shardings(self, positions: Sequence[int]) -> HotColdModule:
@@ -121,6 +118,12 @@ class HotColdModule(ABC):
     def is_all_hot_cold(self) -> bool:
         """Whether all tables are hot/cold, so that TorchRec exchanges nothing by itself."""
         return self.has_hot_cold and len(self.table_shardings()) == 1
+
+    def output(self, rows: PartRows) -> LazyAwaitable[Any]:
+        """Computes the module's output for one micro-batch, from its fetched rows."""
+        context = self.create_context()
+        context.sharding_contexts.append(EmbeddingShardingContext())
+        return self.compute_and_output_dist(context, [rows])
 
     def apart(self) -> tuple[HotColdModule, HotColdModule]:
         """Splits a module with both kinds of tables into hot/cold tables and stock tables."""
