@@ -100,7 +100,7 @@ def _advice(versions: Mapping[str, str]) -> str:
     """Names the pair to install: one for the installed torch if there is one, else the newest."""
     torch_minor, _ = _minors(versions)
     torch = torch_minor if torch_minor in SUPPORTED_TORCH else SUPPORTED_TORCH[-1]
-    pairs = ", ".join(f"FBGEMM {FBGEMM_OF_TORCH[of]} - torch {of}" for of in SUPPORTED_TORCH)
+    pairs = ", ".join(f"FBGEMM {FBGEMM_OF_TORCH[t]} - torch {t}" for t in SUPPORTED_TORCH)
     fbgemm, _, _ = next(name for name in versions if name != "torch").partition("-nightly")
     if "cpu" in " ".join(versions):
         fbgemm = "fbgemm-gpu-cpu"

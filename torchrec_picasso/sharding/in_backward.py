@@ -12,7 +12,7 @@ exchange of gradients overlaps with the rest of backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import RowLayout
 from torchrec_picasso.rows.request import RowRequest, with_new_layout
 from torchrec_picasso.rows.valid_features import like
+from torchrec_picasso.sharding.later import Later
 
 __all__ = ["InBackwardDriver", "LaidOutFeatures", "RequestDist", "layout_of"]
 
@@ -59,27 +60,17 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
             batch = BatchIds.read([sparse_features], self._group, validated=validated)
             request = RowRequest(self._group, batch)
 
+        @torch.no_grad()
         def after_header() -> Awaitable[KeyedJaggedTensor]:
             request.send_ids()  # all ranks know the counts of requested rows
-            return _Waiting(after_ids)
+            return Later(after_ids)
 
+        @torch.no_grad()
         def after_ids() -> KeyedJaggedTensor:
             request.receive_ids()  # home ranks know the requested rows
             return LaidOutFeatures.attach(sparse_features, request.lay_out())
 
-        return _Waiting(after_header)
-
-
-class _Waiting(Awaitable[Any]):
-    """Awaitable of a function that waits and continues."""
-
-    def __init__(self, wait: Callable[[], Any]) -> None:
-        super().__init__()
-        self._wait_and_continue = wait
-
-    @torch.no_grad()
-    def _wait_impl(self) -> Any:
-        return self._wait_and_continue()
+        return Later(after_header)
 
 
 class LaidOutFeatures(KeyedJaggedTensor):

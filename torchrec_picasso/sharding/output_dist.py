@@ -10,6 +10,7 @@ of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,6 +25,7 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.batch_rows import PartRows
+from torchrec_picasso.sharding.later import Later
 
 __all__ = ["HotColdOutputDist"]
 
@@ -44,40 +46,27 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Te
         Pooled: ``(B, sum of F_m * D_m)``, or flat, feature by feature, if every feature has its own
         batch size. Sequences: the row of each lookup ``(N, D)``, feature by feature.
         """
-        return _OutputAwaitable(local_embs, self._plan, self._anchor)
-
-
-class _OutputAwaitable(Awaitable[Tensor]):
-    def __init__(self, rows: PartRows, plan: PackPlan, anchor: Tensor) -> None:
-        super().__init__()
-        self._rows = rows
-        self._plan = plan
-        self._anchor = anchor
         # grad mode of the call; the wait comes later, at the first use of the output
-        self._needs_grad = torch.is_grad_enabled()
+        return Later(partial(self._pool, local_embs, torch.is_grad_enabled()))
 
     @torch.compiler.disable  # a compiled dense part waits here for messages, which are not traced
-    def _wait_impl(self) -> Tensor:
-        with torch.set_grad_enabled(self._needs_grad and torch.is_grad_enabled()):
-            return self._pool()
-
-    def _pool(self) -> Tensor:
-        rows = self._rows
-        # Scales of lookups (N,) of each matrix: per-sample weights, times 1 / length for means.
-        scales_M = [
-            pooling.scales(keep_for_current_stream(weights))
-            for weights, pooling in zip(rows.weights_M, rows.pooling_M)
-        ]
-        pieces = _PoolArrivals.apply(self._anchor, rows, *scales_M)
-        output = self._side_by_side(pieces)
+    def _pool(self, rows: PartRows, needs_grad: bool) -> Tensor:
+        with torch.set_grad_enabled(needs_grad and torch.is_grad_enabled()):
+            # Scales of lookups (N,) of each matrix: per-sample weights, times 1 / length for means.
+            scales_M = [
+                pooling.scales(keep_for_current_stream(weights))
+                for weights, pooling in zip(rows.weights_M, rows.pooling_M)
+            ]
+            pieces = _PoolArrivals.apply(self._anchor, rows, *scales_M)
+            output = self._side_by_side(rows, pieces)
         # without a gradient of the weights nothing reads the rows again: their memory is free
         if not any(scale is not None and scale.requires_grad for scale in scales_M):
             rows.end()
         return output
 
-    def _side_by_side(self, pieces: Sequence[Tensor]) -> Tensor:
+    def _side_by_side(self, rows: PartRows, pieces: Sequence[Tensor]) -> Tensor:
         """Joins the pooled matrices to the shape that :meth:`HotColdOutputDist.forward` gives."""
-        rows, remaining = self._rows, iter(pieces)
+        remaining = iter(pieces)
         columns = [
             column
             for pooling in rows.pooling_M

@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.types import (
-    LazyAwaitable,
-    LazyGetItemMixin,
-    ShardingEnv,
-    ShardingType,
-)
+from torchrec.distributed.types import LazyAwaitable, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -22,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.sharding.later import LaterByKey
 from torchrec_picasso.sharding.sharded_module import GROUP, HotColdModule, is_hot_cold
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
@@ -106,7 +102,15 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
 
     def join(self, outputs: Sequence[LazyAwaitable[KeyedTensor]]) -> LazyAwaitable[KeyedTensor]:
         """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
-        return _Joined(outputs, self._embedding_names)
+
+        def joined() -> KeyedTensor:
+            tensors: dict[str, Tensor] = {}
+            for output in outputs:
+                tensors |= output.wait().to_dict()
+            names = list(self._embedding_names)
+            return KeyedTensor.from_tensor_list(names, [tensors[name] for name in names])
+
+        return LaterByKey(joined)
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
         """Refuses TorchRec's dynamic resharding if a table is hot/cold."""
@@ -116,18 +120,3 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
                 "checkpoint and load it under the new plan"
             )
         super().update_shards(*args, **kwargs)
-
-
-class _Joined(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
-    """The outputs of several modules, concatenated by key to ``(B, sum of D)``."""
-
-    def __init__(self, outputs: Sequence[LazyAwaitable[KeyedTensor]], keys: Sequence[str]) -> None:
-        super().__init__()
-        self._outputs = outputs
-        self._keys = list(keys)
-
-    def _wait_impl(self) -> KeyedTensor:
-        found: dict[str, Tensor] = {}
-        for output in self._outputs:
-            found |= output.wait().to_dict()
-        return KeyedTensor.from_tensor_list(self._keys, [found[key] for key in self._keys])

@@ -11,6 +11,7 @@ Shape letters: B samples, D dim, F features, N lookups, S bags.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodec
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.valid_features import with_weights
+from torchrec_picasso.sharding.later import Later
 from torchrec_picasso.sharding.sharded_module import GROUP, HotColdModule
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
-__all__ = ["ShardedHotColdEmbeddingCollection", "SpreadSequences"]
+__all__ = ["ShardedHotColdEmbeddingCollection", "spread_sequences"]
 
 
 class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollection):
@@ -91,7 +93,14 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
         names = [name for group_names in self._embedding_names_per_sharding for name in group_names]
-        return _Joined(outputs, names)
+
+        def joined() -> dict[str, JaggedTensor]:
+            found: dict[str, JaggedTensor] = {}
+            for output in outputs:
+                found |= output.wait()
+            return {name: found[name] for name in names}
+
+        return Later(joined)
 
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList
@@ -111,7 +120,8 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
         # as TorchRec's own modules call its trackers
         if self.post_lookup_tracker_fn is not None:
             self.post_lookup_tracker_fn(None, rows)
-        own = _Sequences(output_dist(rows), rows.features, names, self._need_indices)
+        found = output_dist(rows), rows.features, names, self._need_indices
+        own = Later(partial(_by_feature, *found))
         if self.post_odist_tracker_fn is not None:
             self.post_odist_tracker_fn()
         if not ctx.seq_vbe_ctx:
@@ -119,7 +129,7 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
         # VBE: `own` has a bag per distinct row (S); recat (F B) names the bag of each sample
         (vbe,) = ctx.seq_vbe_ctx
         shape = vbe.reindexed_lengths.shape
-        return SpreadSequences(own, vbe.unpadded_lengths, vbe.recat.view(shape))
+        return spread_sequences(own, vbe.unpadded_lengths, vbe.recat.view(shape))
 
 
 def _refuse_untrained(ctx: EmbeddingCollectionContext, device: torch.device | None) -> None:
@@ -132,91 +142,48 @@ def _refuse_untrained(ctx: EmbeddingCollectionContext, device: torch.device | No
         )
 
 
-class _Sequences(LazyAwaitable[dict[str, JaggedTensor]]):
-    """The rows of all lookups ``(N, D)``, split by feature."""
-
-    def __init__(
-        self,
-        rows: Awaitable[Tensor],
-        features: KeyedJaggedTensor,
-        names: Sequence[str],
-        need_indices: bool,
-    ) -> None:
-        super().__init__()
-        self._rows = rows
-        self._features = features
-        self._names = names
-        self._need_indices = need_indices
-
-    def _wait_impl(self) -> dict[str, JaggedTensor]:
-        features, names = self._features, self._names
-        lookups_F = features.length_per_key()
-        ids_F = features.values().split(lookups_F) if self._need_indices else [None] * len(names)
-        return {
-            name: JaggedTensor(values=rows, lengths=lengths, weights=ids)
-            for name, rows, lengths, ids in zip(
-                names,
-                self._rows.wait().split(lookups_F),
-                features.lengths().view(len(names), features.stride()),
-                ids_F,
-            )
-        }
+def _by_feature(
+    rows: Awaitable[Tensor], features: KeyedJaggedTensor, names: Sequence[str], need_indices: bool
+) -> dict[str, JaggedTensor]:
+    """Splits the rows of all lookups ``(N, D)`` by feature."""
+    lookups_F = features.length_per_key()
+    ids_F = features.values().split(lookups_F) if need_indices else [None] * len(names)
+    rows_F = rows.wait().split(lookups_F)
+    lengths_FB = features.lengths().view(len(names), features.stride())
+    return {
+        name: JaggedTensor(values=rows, lengths=lengths_B, weights=ids)
+        for name, rows, lengths_B, ids in zip(names, rows_F, lengths_FB, ids_F)
+    }
 
 
-class _Joined(LazyAwaitable[dict[str, JaggedTensor]]):
-    """The outputs of several modules, in the order of the embedding names."""
-
-    def __init__(
-        self, outputs: Sequence[LazyAwaitable[dict[str, JaggedTensor]]], names: Sequence[str]
-    ) -> None:
-        super().__init__()
-        self._outputs = outputs
-        self._names = names
-
-    def _wait_impl(self) -> dict[str, JaggedTensor]:
-        found: dict[str, JaggedTensor] = {}
-        for output in self._outputs:
-            found |= output.wait()
-        return {name: found[name] for name in self._names}
-
-
-class SpreadSequences(LazyAwaitable[dict[str, JaggedTensor]]):
-    """Sequences of VBE features, expanded to one sequence per sample.
+def spread_sequences(
+    own: LazyAwaitable[dict[str, JaggedTensor]], lengths_S: Tensor, row_of_sample_FB: Tensor
+) -> LazyAwaitable[dict[str, JaggedTensor]]:
+    """Expands sequences of VBE features to one sequence per sample, when they are first used.
 
     ``own`` has a sequence per row, feature by feature. ``lengths_S`` are the lookups of each bag; a
     bag is a row of a feature. The inverse index names each sample's bag, counted over the bags of
     all features. One host sync on CUDA, for the lookups of each feature.
     """
 
-    def __init__(
-        self,
-        own: LazyAwaitable[dict[str, JaggedTensor]],
-        lengths_S: Tensor,
-        row_of_sample_FB: Tensor,
-    ) -> None:
-        super().__init__()
-        self._own = own
-        self._lengths_S = lengths_S
-        self._row_of_sample_FB = row_of_sample_FB
-
-    def _wait_impl(self) -> dict[str, JaggedTensor]:
-        own, row_of_sample_FB = (
-            self._own.wait(),
-            keep_for_current_stream(self._row_of_sample_FB).long(),
-        )
+    def spread() -> dict[str, JaggedTensor]:
+        jagged_by_name = own.wait()
+        bag_of_sample_FB = keep_for_current_stream(row_of_sample_FB).long()
         # first and last lookup of each bag, then length and first lookup of each sample's bag
-        ends_S = self._lengths_S.cumsum(0)
-        lengths_FB = self._lengths_S[row_of_sample_FB]
-        starts_FB = ends_S[row_of_sample_FB] - lengths_FB
-        spread: dict[str, JaggedTensor] = {}
+        ends_S = lengths_S.cumsum(0)
+        lengths_FB = lengths_S[bag_of_sample_FB]
+        starts_FB = ends_S[bag_of_sample_FB] - lengths_FB
+        found: dict[str, JaggedTensor] = {}
         first = 0
         # the lookups of a feature are counted from its own first one
         for (name, jagged), lengths_B, starts_B, num_lookups in zip(
-            own.items(), lengths_FB, starts_FB, lengths_FB.sum(dim=1).tolist()
+            jagged_by_name.items(), lengths_FB, starts_FB, lengths_FB.sum(dim=1).tolist()
         ):
-            spread[name] = _take(jagged, lengths_B, starts_B - first, num_lookups)
+            found[name] = _take(jagged, lengths_B, starts_B - first, num_lookups)
             first += jagged.values().size(0)
-        return spread
+        return found
+
+    return Later(spread)
 
 
 def _take(jagged: JaggedTensor, lengths_B: Tensor, starts_B: Tensor, num: int) -> JaggedTensor:

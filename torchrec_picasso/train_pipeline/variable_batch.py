@@ -29,7 +29,7 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.valid_features import padded
-from torchrec_picasso.sharding.sharded_ec import SpreadSequences
+from torchrec_picasso.sharding.sharded_ec import spread_sequences
 
 __all__ = ["VariableBatchFeatures", "check_inverse_indices", "spread"]
 
@@ -89,7 +89,7 @@ def spread(module: Any, rows: PartRows) -> LazyAwaitable[Any]:
     # from rows counted within a feature to rows counted over all features
     starts_F = torch.tensor([0, *accumulate(strides_F[:-1])], device=row_FB.device)
     rows_FB = row_FB + starts_F.unsqueeze(1)
-    return SpreadSequences(module.output(padded), features.lengths(), rows_FB)
+    return spread_sequences(module.output(padded), features.lengths(), rows_FB)
 
 
 @dataclass(frozen=True, kw_only=True)
