@@ -29,6 +29,7 @@ from tests.train_pipeline.runs import batches_of, pipeline_of
 from torchrec_picasso import HotRowRefresher, Refresh
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.rows.saved_uses import SavedUses
+from torchrec_picasso.sharding.lookup import HotColdPooledLookup, HotColdSequenceLookup
 
 OFTEN = Refresh(every_steps=2, half_life_steps=2, deviations=0.0, most_moved=1.0, check_steps=None)
 JOBS = {
@@ -100,7 +101,7 @@ def _replicas_are_homes(model: Any) -> bool:
         )
         for module in model.modules()
         for lookup in getattr(module, "_lookups", [])
-        if hasattr(lookup, "_packs")
+        if isinstance(lookup, (HotColdPooledLookup, HotColdSequenceLookup))
         for storage in storages_of(lookup)
         for rows in storage.tables.per_row()
     )

@@ -36,7 +36,6 @@ from torchrec_picasso.ops.segment_reduction import sum_by_row
 from torchrec_picasso.storage.memory_layout import MemoryLayout
 from torchrec_picasso.storage.row_updates import (
     ONLY_HERE,
-    RowUpdate,
     UpdateStep,
     new_states,
     row_update,
@@ -133,6 +132,7 @@ class RowTables(nn.Module):
         on_device = self.layout.homes == EmbeddingLocation.DEVICE
         return self.tbe.weights_dev if on_device else self.tbe.weights_uvm
 
+    @torch.no_grad()
     def update(
         self,
         rows_n: Tensor,
@@ -153,21 +153,9 @@ class RowTables(nn.Module):
                 row, float32, ``None`` = ones; the pack has no replicas. ``None`` = every row is its
                 own bag.
         """
-        if self._row_update is not None:
-            self._update_here(self._row_update, rows_n, slots_t, grads_mD, bags)
-        else:
+        if self._row_update is None:
             self._update_by_tbe(rows_n, slots_t, grads_mD, bags)
-
-    @torch.no_grad()
-    def _update_here(
-        self,
-        row_update: RowUpdate,
-        rows_n: Tensor,
-        slots_t: Tensor,
-        grads_mD: Tensor,
-        bags: tuple[Tensor, Tensor | None] | None,
-    ) -> None:
-        """Updates by torch operators."""
+            return
         # Home rows and replicas are updated by separate calls of one step: the replica call then
         # has equal shapes, hence equal bits, on all ranks.
         step = UpdateStep.begin(self.tbe)
@@ -177,12 +165,12 @@ class RowTables(nn.Module):
         weights, *states = self.per_row()
         if rows_U.numel():
             homes = [state.homes for state in states]
-            row_update(step, weights.homes, homes, rows_U, grads_UD)
+            self._row_update(step, weights.homes, homes, rows_U, grads_UD)
         if num_hot:
             # A slot repeats where several lookups of one graph used it.
             rows_U, grads_UD = sum_by_row(slots_t, hot_grads, self.layout.num_hot_rows)
             replicas = [state.replicas for state in states]
-            row_update(step, weights.replicas, replicas, rows_U, grads_UD)
+            self._row_update(step, weights.replicas, replicas, rows_U, grads_UD)
 
     def _update_by_tbe(
         self,
@@ -196,8 +184,8 @@ class RowTables(nn.Module):
         It sums gradients of repeated rows itself.
         """
         if not len(grads_mD):
-            with torch.no_grad():  # one empty bag per table: the step counts, as in stock TorchRec
-                self.tbe(slots_t, slots_t.new_zeros(1 + len(self.layout.tables)))
+            # one empty bag per table: the step counts, as in stock TorchRec
+            self.tbe(slots_t, slots_t.new_zeros(1 + len(self.layout.tables)))
             return
         if bags is not None:
             indices, (offsets, weights) = rows_n, bags
