@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.app.cli.support import Capture, error_of, output_of
-from torchrec_picasso import compat
 from torchrec_picasso.app.cli import doctor
+from torchrec_picasso.app.cli import main as command_line
 from torchrec_picasso.app.cli.main import main
 
 LINES = (
@@ -44,8 +44,12 @@ def without(*names: str) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("place", "names", "words"),
     [
-        (compat, ["torchrec"], "not installed: torchrec. Versions that load together: torch 2.13"),
-        (compat, ["torch", "fbgemm_gpu"], "not installed: torch, fbgemm_gpu. Versions"),
+        (
+            command_line,
+            ["torchrec"],
+            "not installed: torchrec. Versions that load together: torch 2.13",
+        ),
+        (command_line, ["torch", "fbgemm_gpu"], "not installed: torch, fbgemm_gpu. Versions"),
         (doctor, ["yaml", "pyarrow"], "not installed: pyarrow, pyyaml; pip install 'torchrec_pic"),
     ],
 )
