@@ -48,13 +48,14 @@ _DECAY_MODES = ("L2", "DECOUPLE")
 _LOOKUP_COUNTING_DECAY = ("COUNTER", "COWCLIP", "DECOUPLE_GLOBAL")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """The reason why a table cannot be hot/cold, or cannot have hot rows: the setting with its
-    effect, and the setting to use instead."""
+    """The reason why a table cannot be hot/cold, or cannot have hot rows."""
 
     what: str
+    """The setting, and its effect."""
     instead: str
+    """The setting to use instead."""
     stock_trains: bool = True
     """Whether stock TorchRec trains such a table."""
 
@@ -65,16 +66,16 @@ class Refusal:
 
 _REFUSED_FLAGS: Mapping[str, Refusal] = {
     "use_virtual_table": Refusal(
-        "use_virtual_table makes it a virtual table, which has no fixed rows to be at home",
-        "leave the table to TorchRec",
+        what="use_virtual_table makes it a virtual table, which has no fixed rows to be at home",
+        instead="leave the table to TorchRec",
     ),
     "enable_embedding_update": Refusal(
-        "enable_embedding_update lets DMP.write change rows at home but not their replicas",
-        "leave the flag out and write through the state dict",
+        what="enable_embedding_update lets DMP.write change rows at home but not their replicas",
+        instead="leave the flag out and write through the state dict",
     ),
     "stash_weights": Refusal(
-        "stash_weights takes the weights off the device, where homes and replicas are read",
-        "leave the flag out (kernel fused_uvm keeps homes in host memory)",
+        what="stash_weights takes the weights off the device, where homes and replicas are read",
+        instead="leave the flag out (kernel fused_uvm keeps homes in host memory)",
     ),
 }
 """Flags of a table's configuration that conflict with this package's ownership of its rows."""
@@ -100,7 +101,7 @@ def check_exact(
 
 
 def check_states(config: GroupedEmbeddingConfig) -> None:
-    """Refuses, on all ranks, optimizer state that TorchRec would place wrongly in its state dict.
+    """Raises CompatError, on all ranks, for state that TorchRec would place wrongly when saved.
 
     TorchRec treats a state tensor with one element as the state of a whole shard. A partial
     row-wise optimizer has such a tensor if one of several shards of a table has one row.
@@ -128,67 +129,43 @@ def why_not_exact(
     ``fused_params`` are TBE arguments of FBGEMM types, ``device_type`` is ``"cpu"`` or ``"cuda"``.
     """
     optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
-    on_cpu, only_here = device_type == "cpu", is_updated_only_here(fused_params, device_type)
-    decay = getattr(fused_params.get("weight_decay_mode"), "name", "NONE")
-    output = fused_params.get("output_dtype")
-    if on_cpu and optimizer not in _CPU_OPTIMIZERS:
+    if device_type == "cpu" and optimizer not in _CPU_OPTIMIZERS:
         return Refusal(
-            f"the optimizer {optimizer.name} has no CPU kernel in FBGEMM",
-            f"on CPU use one of {', '.join(o.name for o in _CPU_OPTIMIZERS)}",
+            what=f"the optimizer {optimizer.name} has no CPU kernel in FBGEMM",
+            instead=f"on CPU use one of {', '.join(o.name for o in _CPU_OPTIMIZERS)}",
             stock_trains=False,
         )
-    for_gpus = [
-        (
-            only_here and fused_params.get(name) is not None,
-            f"{name} of {optimizer.name} is for GPUs only",
-            f"leave out {name}",
+    if "betas" in fused_params:
+        return Refusal(
+            what="betas is no argument of FBGEMM's optimizers",
+            instead="give torchrec.optim.Adam beta1 and beta2",
         )
-        for name in ("optimizer_state_dtypes", "extra_optimizer_config")
-    ]
-    reasons = [
-        (
-            "betas" in fused_params,
-            "betas is no argument of FBGEMM's optimizers",
-            "give torchrec.optim.Adam beta1 and beta2",
-        ),
-        *for_gpus,
-        (
-            only_here and data_type != DataType.FP32,
-            f"{optimizer.name} on the CPU updates weights of type FP32 only",
-            "use FP32 weights",
-        ),
-        (
-            on_cpu
-            and optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD
-            and data_type == DataType.FP32
-            and decay in _DECAY_MODES,
-            f"FBGEMM's CPU kernels ignore weight_decay_mode {decay} for FP32 bags of one feature, "
-            "and for no others",
-            "leave out weight_decay_mode",
-        ),
-        # The settings below depend on single gradients or on counts of lookups, or round values.
-        (
-            fused_params.get("gradient_clipping"),
-            "gradient_clipping clips each lookup's gradient before they are summed",
-            "clip in the dense part",
-        ),
-        (
-            decay in _LOOKUP_COUNTING_DECAY,
-            f"weight_decay_mode {decay} depends on how often a row is looked up",
-            "use NONE, L2 or DECOUPLE",
-        ),
-        (
-            output is not None and output.as_dtype() != torch.float32,
-            f"output_dtype {output} rounds before pooling",
-            "leave output_dtype at FP32",
-        ),
-        (
-            data_type not in (DataType.FP32, DataType.FP16),
-            f"weights of type {data_type.name} are not supported",
-            "use FP32 or FP16 weights",
-        ),
-    ]
-    return next((Refusal(what, instead) for holds, what, instead in reasons if holds), None)
+    if device_type == "cpu" and (refusal := _why_not_on_cpu(fused_params, data_type)) is not None:
+        return refusal
+    # The settings below depend on single gradients or on counts of lookups, or they round values.
+    if fused_params.get("gradient_clipping"):
+        return Refusal(
+            what="gradient_clipping clips each lookup's gradient before they are summed",
+            instead="clip in the dense part",
+        )
+    decay = fused_params.get("weight_decay_mode")
+    if decay is not None and decay.name in _LOOKUP_COUNTING_DECAY:
+        return Refusal(
+            what=f"weight_decay_mode {decay.name} depends on how often a row is looked up",
+            instead="use NONE, L2 or DECOUPLE",
+        )
+    output = fused_params.get("output_dtype")
+    if output is not None and output.as_dtype() != torch.float32:
+        return Refusal(
+            what=f"output_dtype {output} rounds before pooling",
+            instead="leave output_dtype at FP32",
+        )
+    if data_type not in (DataType.FP32, DataType.FP16):
+        return Refusal(
+            what=f"weights of type {data_type.name} are not supported",
+            instead="use FP32 or FP16 weights",
+        )
+    return None
 
 
 def why_not_its_rows(config: Any) -> Refusal | None:
@@ -198,18 +175,47 @@ def why_not_its_rows(config: Any) -> Refusal | None:
     return _REFUSED_FLAGS[flags[0]] if flags else None
 
 
+def _why_not_on_cpu(fused_params: Mapping[str, Any], data_type: DataType) -> Refusal | None:
+    """Returns why neither FBGEMM nor this package updates exactly on a CPU, or ``None``."""
+    optimizer = fused_params.get("optimizer", EmbOptimType.EXACT_SGD)
+    decay = fused_params.get("weight_decay_mode")
+    if optimizer in ONLY_HERE:
+        for name in ("optimizer_state_dtypes", "extra_optimizer_config"):
+            if fused_params.get(name) is not None:
+                return Refusal(
+                    what=f"{name} of {optimizer.name} is for GPUs only", instead=f"leave out {name}"
+                )
+        if data_type != DataType.FP32:
+            return Refusal(
+                what=f"{optimizer.name} on the CPU updates weights of type FP32 only",
+                instead="use FP32 weights",
+            )
+    elif (
+        optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD
+        and data_type == DataType.FP32
+        and decay is not None
+        and decay.name in _DECAY_MODES
+    ):
+        return Refusal(
+            what=f"FBGEMM's CPU kernels ignore weight_decay_mode {decay.name} for FP32 bags of one "
+            "feature, and for no others",
+            instead="leave out weight_decay_mode",
+        )
+    return None
+
+
 def why_no_hot_rows(fused_params: Mapping[str, Any], *, data_type: DataType) -> Refusal | None:
     """Returns why tables with these settings can be hot/cold only without hot rows, or ``None``."""
     # Each rank rounds its replica with its own random numbers.
     if data_type == DataType.FP16 and fused_params.get("stochastic_rounding", True):
         return Refusal(
-            "stochastic rounding would give every replica another value",
-            "set fused_params['stochastic_rounding'] = False",
+            what="stochastic rounding would give every replica another value",
+            instead="set fused_params['stochastic_rounding'] = False",
         )
     return None
 
 
-def is_updated_only_here(fused_params: Mapping[str, Any], device_type: str) -> bool:
+def is_updated_only_here(fused_params: Mapping[str, Any], *, device_type: str) -> bool:
     """Whether FBGEMM has no kernel for these settings, so tables must be hot/cold to be trained."""
     return device_type == "cpu" and fused_params.get("optimizer") in ONLY_HERE
 
@@ -218,7 +224,7 @@ def why_no_memory(kernel: str, dim: int) -> Refusal | None:
     """Returns why rows of ``dim`` columns cannot be home rows and replicas, or ``None``."""
     if kernel not in HOT_COLD_KERNELS:
         kernels = ", ".join(map(repr, HOT_COLD_KERNELS))
-        return Refusal(f"has compute kernel {kernel!r}", f"use one of {kernels}")
+        return Refusal(what=f"has compute kernel {kernel!r}", instead=f"use one of {kernels}")
     if dim % 4:
-        return Refusal(f"has embedding_dim {dim}", "FBGEMM needs a multiple of 4")
+        return Refusal(what=f"has embedding_dim {dim}", instead="FBGEMM needs a multiple of 4")
     return None
