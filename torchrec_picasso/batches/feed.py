@@ -100,27 +100,22 @@ class BatchFeed:
         ranks raise StopIteration if some rank has no batch. ``None`` = no rank has a batch.
         """
         own = self._fetch(batches)
-        with self._id_stream.working():
-            following = self._following(pg, own, last)
-        self.has_ended = following is None
-        return following
-
-    def _following(self, pg: dist.ProcessGroup, own: Fetched | None, last: Any) -> Fetched | None:
-        if self.asks_ahead or not self._execute_all_batches:
-            source, all_have_data = find_data(pg, self._device, own is not None)
-            if not all_have_data and not self._execute_all_batches:
-                self._kept = own
-                raise StopIteration
-            if source is None:
-                return None
         # without an all-reduce the header of the (empty) batch says whether any rank has data
-        if own is not None or pg.size() == 1:
-            return own
-        context = self.create_context()
-        try:
-            return Fetched(empty_batch(last, self._split), context, has_data=False)
-        except CompatError as error:  # raised later, and only if another rank has data
-            return Fetched(last, context, has_data=False, refusal=error)
+        self.has_ended = own is None and pg.size() == 1
+        with self._id_stream.working():
+            if self.asks_ahead or not self._execute_all_batches:
+                source, all_have_data = find_data(pg, self._device, own is not None)
+                if not all_have_data and not self._execute_all_batches:
+                    self._kept, self.has_ended = own, False
+                    raise StopIteration
+                self.has_ended = source is None
+            if own is not None or self.has_ended:
+                return own
+            context = self.create_context()
+            try:
+                return Fetched(empty_batch(last, self._split), context, has_data=False)
+            except CompatError as error:  # raised later, and only if another rank has data
+                return Fetched(last, context, has_data=False, refusal=error)
 
     def forget(self) -> None:
         """Drops the batch that was kept, and the record that data has ended."""

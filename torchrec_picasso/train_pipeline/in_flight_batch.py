@@ -21,7 +21,23 @@ from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput, U
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup, ModuleInput
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 
-__all__ = ["InFlightBatch"]
+__all__ = ["GroupBatch", "InFlightBatch"]
+
+
+@dataclass(eq=False)
+class GroupBatch:
+    """An in-flight batch as one module group sees it."""
+
+    group: ModuleGroup
+    request: RowRequest
+    rows: BatchRows = field(init=False)
+    gradients: BatchGradients = field(init=False)
+
+    def lay_out(self) -> None:
+        """Ends the request: rows and gradients have a layout from then on."""
+        layout = self.request.lay_out()
+        self.rows = BatchRows(self.group.rows, layout)
+        self.gradients = BatchGradients(self.group.rows, layout)
 
 
 @dataclass(eq=False)
@@ -36,21 +52,15 @@ class InFlightBatch:
     """Input of each interleaved module for the whole batch, by name."""
     any_data: AnyData | None = None
     """The all-reduce that asks whether any rank has data, if no header carries the answer."""
-    requests: list[RowRequest] = field(default_factory=list)
-    """The request of each module group."""
-    rows: list[BatchRows] = field(default_factory=list)
-    """The rows of each module group, after its request has ended."""
-    gradients: list[BatchGradients] = field(default_factory=list)
-    """The gradients of each module group, after its request has ended."""
+    groups: list[GroupBatch] = field(default_factory=list)
+    """The batch by module group, from its request on."""
     full_outputs: dict[str, FullBatchOutput | UnsplitOutput] = field(default_factory=dict)
     """Full-batch outputs by module name: outputs of non-interleaved modules, and weights that
     feature processors make for interleaved ones."""
     losses_K: dict[int, Any] = field(default_factory=dict)
     outputs_K: dict[int, Any] = field(default_factory=dict)
-    trained: set[str] = field(default_factory=set)
-    """Names of interleaved modules that received a gradient."""
-    gradients_of: set[tuple[str, int]] = field(default_factory=set)
-    """Modules and micro-batches of the gradients."""
+    trained: set[tuple[str, int]] = field(default_factory=set)
+    """Interleaved modules that received a gradient, by name, and of which micro-batch."""
     shares_rows: bool = True
     """Whether micro-batches may not run depth first, see :func:`.is_depth_first`."""
     is_whole: bool = False
@@ -125,29 +135,28 @@ class InFlightBatch:
         return backward_order(self.setting, self.shares_rows)
 
     def acquire(
-        self, run: int, name: str, number: int, group: int, weights: Tensor | None
+        self, run: int, group_batch: GroupBatch, name: str, number: int
     ) -> list[tuple[PartRows, int]]:
         """Returns rows and samples of each micro-batch that a module uses in one run of the model.
 
         ``run`` is a position in :attr:`run_indices`, ``number`` that of the module in its group.
-        Without per-sample weights for the whole batch it uses those of the batch.
         """
-        rows, gradients = self.rows[group], self.gradients[group]
+        weights = self._weights_of(group_batch, name, number)
         # a run on the whole batch uses the rows of all micro-batches with samples, one after
         # another; the last use of a micro-batch's rows may free them
         indices = self.filled if self.is_whole else [self.filled[run]]
         parts = []
         for index in indices:
-            sink = partial(self._take_gradients, name, gradients, number, index)
+            sink = partial(self._take_gradients, group_batch.gradients, name, number, index)
             is_last = index == self.filled[-1]
-            part = rows.acquire(index, sink, weights, is_last=is_last, module=number)
+            part = group_batch.rows.acquire(index, sink, weights, is_last=is_last, module=number)
             parts.append((part, self.sizes_K[index]))
         return parts
 
     def _take_gradients(
         self,
-        name: str,
         gradients: BatchGradients,
+        name: str,
         number: int,
         index: int,
         grads_M: Sequence[Tensor],
@@ -156,14 +165,13 @@ class InFlightBatch:
 
         If the model runs a module without gradients, or stops its gradients, this is not called.
         """
-        if (name, index) in self.gradients_of:
+        if (name, index) in self.trained:
             raise CompatError(
                 f"{name}: a second backward of one step reaches its tables, which TorchRec updates "
                 "in every backward; run one backward, of the sum of the losses, or use "
                 "TrainPipelineSparseDist with stock tables"
             )
-        self.gradients_of.add((name, index))
-        self.trained.add(name)
+        self.trained.add((name, index))
         gradients.add(index, grads_M, number)
 
     def forget(self) -> None:
@@ -171,49 +179,49 @@ class InFlightBatch:
         self.losses_K.clear()
         self.outputs_K.clear()
 
-    def weights_of(self, name: str, module: Any, rows: BatchRows, number: int) -> Tensor | None:
+    def _weights_of(self, group_batch: GroupBatch, name: str, number: int) -> Tensor | None:
         """Computes the whole batch's weights ``(N,)`` for a module with feature processors.
 
         The backward of each micro-batch adds to the gradient of the weights; the feature processors
         run backward once, with the sums. ``None`` = the module uses the weights of the batch.
         """
+        module = group_batch.group.modules[name]
         if not isinstance(module, ProcessedModule):
             return None
         if name not in self.full_outputs:
-            self.full_outputs[name] = self._whole(module.weights(rows, number), name)
+            self._keep_full(name, module.weights(group_batch.rows, number))
         weights: Tensor = self.full_outputs[name].part([self.num_samples], 0)
         return weights
 
-    def _whole(self, output: Any, name: str) -> FullBatchOutput | UnsplitOutput:
-        """Wraps a full-batch output; one run of the model needs no split of it."""
-        return (UnsplitOutput if self.is_one_backward else FullBatchOutput)(output, name)
+    def _keep_full(self, name: str, output: Any) -> None:
+        """Keeps a full-batch output; one run of the model needs no split of it."""
+        keep = UnsplitOutput if self.is_one_backward else FullBatchOutput
+        self.full_outputs[name] = keep(output, name)
 
     def compute_full_outputs(self, plain: Mapping[str, Any]) -> None:
         """Computes the non-interleaved modules once per batch. Collective."""
         for name, module in plain.items():
             if name not in self.full_outputs:
                 module.forward.set_context(self.context)
-                self.full_outputs[name] = self._whole(module.forward.whole_batch(), name)
+                self._keep_full(name, module.forward.whole_batch())
 
-    def full_batch_outputs(
-        self, groups: Sequence[ModuleGroup], plain: Mapping[str, Any]
-    ) -> dict[str, FullBatchOutput]:
+    def full_batch_outputs(self, plain: Mapping[str, Any]) -> dict[str, FullBatchOutput]:
         """Computes each pipelined module's output for the whole batch, without its graph.
 
-        Collective. The modules are those of ``groups``, and the non-interleaved ones, ``plain``.
+        Collective. The modules are those of all groups, and the non-interleaved ones, ``plain``.
         """
         self.compute_full_outputs(plain)
         outputs = {name: self.full_outputs[name].detached() for name in plain}
-        for group, rows in zip(groups, self.rows):
-            for number, (name, module) in enumerate(group.modules.items()):
-                weights = self.weights_of(name, module, rows, number)
+        for group_batch in self.groups:
+            for number, name in enumerate(group_batch.group.modules):
+                weights = self._weights_of(group_batch, name, number)
                 parts = []
                 with torch.no_grad():
                     for index in self.filled:
                         # the rows stay for the training step: no sink, and not the last use
-                        part = rows.acquire(index, _no_sink, weights, module=number)
+                        part = group_batch.rows.acquire(index, _no_sink, weights, module=number)
                         parts.append((part, self.sizes_K[index]))
-                    whole = group.output(name, parts).wait()
+                    whole = group_batch.group.output(name, parts).wait()
                 outputs[name] = FullBatchOutput(whole, name, always_leaves=True)
         return outputs
 

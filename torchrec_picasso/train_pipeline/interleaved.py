@@ -33,7 +33,7 @@ from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.model_parts import inner_model
-from torchrec_picasso.train_pipeline.operations import Program
+from torchrec_picasso.train_pipeline.operations import Operations, Program
 from torchrec_picasso.train_pipeline.options import (
     JoinOutputs,
     PipelineOptions,
@@ -337,6 +337,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             backward=lambda losses: self._backward(losses),
             step=lambda: self._optimizer_step(),
             zero_grad=lambda: self._optimizer.zero_grad(),
+            wait_plain=self.wait_sparse_data_dist,
             losses=Losses(self._options.loss_reduction),
         )
         try:
@@ -346,7 +347,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             raise
         found.join_splits()
         self._hot_sets.take(found.groups)
-        self._in_flight.work_with(found, program, self.wait_sparse_data_dist)
+        self._in_flight.work_with(Operations(program, found, self._id_stream))
         self._taken, self._regroups = found, replace_regroups(found.inner, self._device)
         self._lifecycle.change_to(State.ATTACHED)
 

@@ -261,7 +261,8 @@ class PipelinedModel:
 
     def start_plain(self, inflight: InFlightBatch) -> None:
         """Starts the input dists of the non-interleaved modules, on the ids' stream. Collective."""
-        start_data_dist(list(self.plain.values()), inflight.batch, inflight.context)
+        with self.postprocs.for_batch(inflight.context):
+            start_data_dist(list(self.plain.values()), inflight.batch, inflight.context)
         self.join_splits()
 
     def join_splits(self) -> None:

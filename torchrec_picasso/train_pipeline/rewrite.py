@@ -19,8 +19,7 @@ import inspect
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import itemgetter
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,6 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.batches.split import reason_of, split_batch
 from torchrec_picasso.errors import CompatError, InputError
-from torchrec_picasso.schedule.schedule import Op
-from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 
 __all__ = ["InterleavedForward", "Postprocs", "explained_tracing"]
 
@@ -104,15 +101,6 @@ class Postprocs:
 
     def __init__(self, modules: Sequence[PipelinedPostproc]) -> None:
         self._modules = list(modules)
-
-    def for_op(self, op: Op, inflight: InFlightBatch) -> AbstractContextManager[None]:
-        """The context of an operation of a schedule on a batch."""
-        if op.kind == "request":
-            return self.for_batch(inflight.context)
-        if op.kind == "forward" and op.index in inflight.run_indices:
-            run = inflight.run_indices.index(op.index)
-            return self.for_part(inflight.context, inflight.run_sizes, itemgetter(run))
-        return nullcontext()
 
     @contextmanager
     def for_batch(self, context: TrainPipelineContext) -> Iterator[None]:
