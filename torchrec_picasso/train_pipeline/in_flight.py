@@ -293,9 +293,8 @@ class InFlight:
             return self._split(fetched, setting)
         except CompatError as refusal:
             if not self._inflights:  # all ranks agree before an operation needs the batch
-                return InFlightBatch(
-                    replace(fetched, refusal=refusal), setting, [0], [fetched.batch]
-                )
+                refused = replace(fetched, refusal=refusal)
+                return InFlightBatch(refused, setting, [0], [fetched.batch])
             before = self._inflights[-1].batch
             stand_in = Fetched(before, self._feed.create_context(), refusal=refusal)
             return self._split(stand_in, setting)
@@ -309,7 +308,7 @@ class InFlight:
         batch = fetched.batch
         with self._id_stream.working():
             self._id_stream.take_batch(batch)
-            inputs, num_samples = self._taken.read(batch, fetched.context)
+            features_of, num_samples = self._taken.read(batch, fetched.context)
             sizes_K = micro_batch_sizes(num_samples, setting.num_micro_batches)
             micro_batches_K = [batch, *[None] * (setting.num_micro_batches - 1)]
             # sizes_K[0] == num_samples: too few samples for more than one micro-batch
@@ -322,11 +321,5 @@ class InFlight:
                         reason = reason_of(error)
                         _log.info("a batch is trained whole, it cannot be split: %s", reason)
                     sizes_K = [num_samples, *[0] * (setting.num_micro_batches - 1)]
-        return InFlightBatch(
-            fetched,
-            setting,
-            sizes_K,
-            micro_batches_K,
-            inputs,
-            shares_rows=self._shares_rows,
-        )
+        shares_rows = self._shares_rows
+        return InFlightBatch(fetched, setting, sizes_K, micro_batches_K, features_of, shares_rows)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso._torchrec import TrainPipelineContext
 from torchrec_picasso.batches.feed import AnyData, Fetched
@@ -18,7 +19,7 @@ from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.schedule.schedule import Setting, backward_order
 from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput, UnsplitOutput
-from torchrec_picasso.train_pipeline.module_group import ModuleGroup, ModuleInput
+from torchrec_picasso.train_pipeline.module_group import ModuleGroup
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 
 __all__ = ["GroupBatch", "InFlightBatch"]
@@ -48,8 +49,10 @@ class InFlightBatch:
     setting: Setting
     sizes_K: Sequence[int]
     micro_batches_K: Sequence[Any]
-    inputs: Mapping[str, ModuleInput] = field(default_factory=dict)
-    """Input of each interleaved module for the whole batch, by name."""
+    features_of: Mapping[str, KeyedJaggedTensor] = field(default_factory=dict)
+    """Features that each interleaved module looks up for the whole batch, by its name."""
+    shares_rows: bool = True
+    """Whether micro-batches may not run depth first, see :func:`.is_depth_first`."""
     any_data: AnyData | None = None
     """The all-reduce that asks whether any rank has data, if no header carries the answer."""
     groups: list[GroupBatch] = field(default_factory=list)
@@ -61,8 +64,6 @@ class InFlightBatch:
     outputs_K: dict[int, Any] = field(default_factory=dict)
     trained: set[tuple[str, int]] = field(default_factory=set)
     """Interleaved modules that received a gradient, by name, and of which micro-batch."""
-    shares_rows: bool = True
-    """Whether micro-batches may not run depth first, see :func:`.is_depth_first`."""
     is_whole: bool = False
     """Whether the model runs on the whole batch, although rows travel by micro-batch."""
     is_end: bool = False

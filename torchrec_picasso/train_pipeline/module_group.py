@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torchrec.distributed.types import LazyAwaitable, LazyNoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.errors import CompatError
@@ -31,13 +30,10 @@ from torchrec_picasso.train_pipeline.variable_batch import (
     spread,
 )
 
-__all__ = ["ModuleGroup", "ModuleInput", "ScheduledModule", "group_modules"]
+__all__ = ["ModuleGroup", "ScheduledModule", "group_modules"]
 
 ScheduledModule = HotColdModule | ProcessedModule
 """Modules whose exchange a schedule can drive."""
-
-ModuleInput = tuple[Sequence[Any], Mapping[str, Any]]
-"""Arguments of a module's call, positional and by keyword."""
 
 
 class ModuleGroup:
@@ -56,14 +52,14 @@ class ModuleGroup:
         """Number of waves that its packs travel in if a schedule staggers them."""
         return len(self.rows.plan.waves)
 
-    def check(self, inputs: Mapping[str, ModuleInput]) -> None:
+    def check(self, features_of: Mapping[str, KeyedJaggedTensor]) -> None:
         """Refuses what no header reports to other ranks: they must agree on it before the request.
 
         Raises CompatError on this rank alone.
         """
         weighted: dict[bool, list[str]] = {True: [], False: []}
         for name, module in self.modules.items():
-            features = _features_in(module, inputs[name])
+            features = features_of[name]
             self.rows.check(features)
             weighted[_is_weighted(module, features.weights_or_none() is not None)].append(name)
             if self._is_odd:
@@ -76,13 +72,15 @@ class ModuleGroup:
             )
 
     def request(
-        self, inputs: Mapping[str, ModuleInput], sizes_K: Sequence[int], has_data: bool
+        self,
+        features_of: Mapping[str, KeyedJaggedTensor],
+        sizes_K: Sequence[int],
+        has_data: bool,
     ) -> RowRequest:
-        """Starts to request the rows of a batch, from each module's input for it. Collective."""
-        modules = self.modules.values()
-        given = [_features_in(module, inputs[name]) for name, module in self.modules.items()]
-        validated = list(map(valid_features, given))
-        by_module = [self._features_of(module, kjt) for module, kjt in zip(modules, validated)]
+        """Starts to request the rows that a batch's features look up, by module. Collective."""
+        validated = [valid_features(features_of[name]) for name in self.modules]
+        pairs = zip(self.modules.values(), validated)
+        by_module = [self._features_of(module, features) for module, features in pairs]
         # VBE rows belong to no micro-batch
         sizes = None if self._is_odd else sizes_K
         with torch.no_grad():
@@ -109,12 +107,6 @@ class ModuleGroup:
             return outputs[0]
         sizes = [size for _, size in parts]
         return LazyNoWait(join_outputs([output.wait() for output in outputs], sizes))
-
-
-def _features_in(module: ScheduledModule, given: ModuleInput) -> KeyedJaggedTensor:
-    """Returns the features in a module's input, as TorchRec's pipeline does."""
-    args, kwargs = module.preprocess_input(*given)
-    return maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
 
 
 def _is_weighted(module: ScheduledModule, has_weights: bool) -> bool:

@@ -90,7 +90,7 @@ class Operations:
     def _request(self, inflight: InFlightBatch) -> None:
         """Starts the header exchanges, and the input dists of non-interleaved modules."""
         for group in self.taken.groups:
-            request = group.request(inflight.inputs, inflight.sizes_K, inflight.has_data)
+            request = group.request(inflight.features_of, inflight.sizes_K, inflight.has_data)
             inflight.groups.append(GroupBatch(group, request))
         if not self.taken.groups:
             # without a header, a separate all-reduce says whether any rank has data

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso._torchrec import (
     TrainPipelineContext,
@@ -26,15 +28,13 @@ from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.model_parts import (
     as_scheduled,
-    has_weights,
     inner_model,
     process_group_of,
-    samples_of_input,
     unpipelined_modules,
     why_computed_once,
     why_whole_batches,
 )
-from torchrec_picasso.train_pipeline.module_group import ModuleGroup, ModuleInput, group_modules
+from torchrec_picasso.train_pipeline.module_group import ModuleGroup, group_modules
 from torchrec_picasso.train_pipeline.rewrite import (
     InterleavedForward,
     Postprocs,
@@ -165,30 +165,33 @@ class PipelinedModel:
 
     def read(
         self, batch: Any, context: TrainPipelineContext
-    ) -> tuple[Mapping[str, ModuleInput], int]:
-        """Reads each interleaved module's input off a batch, and the number of samples.
+    ) -> tuple[Mapping[str, KeyedJaggedTensor], int]:
+        """Reads each interleaved module's features off a batch, and the number of samples.
 
         CompatError, on this rank alone, if features cannot be served, or have their own batch sizes
         (VBE), unlike those of the first batch.
         """
-        inputs = self._inputs_of(batch, context)
-        num_samples = _count(batch, inputs)
-        for name in _odd_modules(inputs, num_samples):
+        features_of = self._features_in(batch, context)
+        num_samples = _count(batch, features_of)
+        for name in _odd_modules(features_of, num_samples):
             if name not in self.look.odd:
                 raise CompatError(
                     f"{name}: {_ODD_BATCH}, and the first batch had not; give the pipeline such a "
                     "batch first, or use TorchRec's TrainPipelineSparseDist"
                 )
         for group in self.groups:
-            group.check(inputs)
-        return inputs, num_samples
+            group.check(features_of)
+        return features_of, num_samples
 
-    def _inputs_of(self, batch: Any, context: TrainPipelineContext) -> Mapping[str, ModuleInput]:
+    def _features_in(
+        self, batch: Any, context: TrainPipelineContext
+    ) -> Mapping[str, KeyedJaggedTensor]:
+        found = {}
         with self.postprocs.for_batch(context):
-            return {
-                name: module.forward.args.build_args_kwargs(batch)
-                for name, module in self.interleaved.items()
-            }
+            for name, module in self.interleaved.items():
+                args, kwargs = module.forward.args.build_args_kwargs(batch)
+                found[name] = maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
+        return found
 
     def was_written(self) -> bool:
         """Whether home rows were written from outside, on this rank."""
@@ -221,21 +224,20 @@ class PipelinedModel:
         """Collects the facts about all ranks' first batches. Collective."""
         with id_stream.working():
             id_stream.take_batch(batch)
-            inputs = self._inputs_of(batch, context)
-            count = _count(batch, inputs)
-            odd = _odd_modules(inputs, count)
+            features_of = self._features_in(batch, context)
+            count = _count(batch, features_of)
+            odd = _odd_modules(features_of, count)
             # one vector for one all-reduce: a flag per module (VBE), a flag per module (weights),
             # samples, and a flag for a batch without countable samples; the maximum joins each
-            own = [int(name in odd) for name in inputs]
-            own += [int(has_weights(given)) for given in inputs.values()]
+            own = [int(name in odd) for name in features_of]
+            own += [int(each.weights_or_none() is not None) for each in features_of.values()]
             own += [count, int(_count_samples(batch) is None)]
             most = torch.tensor(own, device=self.device)
             if self.pg.size() > 1:
                 dist.all_reduce(most, dist.ReduceOp.MAX, group=self.pg)
             *flags, most_samples, is_uncounted = most.tolist()
-        is_odd, is_weighted = flags[: len(inputs)], flags[len(inputs) :]
-        names = list(compress(inputs, is_odd))
-        weighted = list(compress(inputs, is_weighted))
+        names = list(compress(features_of, flags[: len(features_of)]))
+        weighted = list(compress(features_of, flags[len(features_of) :]))
         why_whole = None
         if names:
             why_whole = (
@@ -325,18 +327,22 @@ def _dist_forwards(module: nn.Module) -> list[Callable[..., Any]]:
     ]
 
 
-def _count(batch: Any, inputs: Mapping[str, ModuleInput]) -> int:
+def _count(batch: Any, features_of: Mapping[str, KeyedJaggedTensor]) -> int:
     """Counts the samples of a batch, by itself or by its modules' features; 1 if unknown."""
     found = _count_samples(batch)
     if found is None:
-        counts = (samples_of_input(given) for given in inputs.values())
-        found = next((count for count in counts if count is not None), 1)
+        even = (each for each in features_of.values() if not each.variable_stride_per_key())
+        found = next((features.stride() for features in even), 1)
     return found
 
 
-def _odd_modules(inputs: Mapping[str, ModuleInput], num_samples: int) -> list[str]:
+def _odd_modules(features_of: Mapping[str, KeyedJaggedTensor], num_samples: int) -> list[str]:
     """Lists the modules with another number of samples, or a batch size per feature (VBE)."""
-    return [name for name, given in inputs.items() if samples_of_input(given) != num_samples]
+    return [
+        name
+        for name, features in features_of.items()
+        if features.variable_stride_per_key() or features.stride() != num_samples
+    ]
 
 
 def _count_samples(batch: Any) -> int | None:
