@@ -22,7 +22,7 @@ from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput, U
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 
-__all__ = ["GroupBatch", "InFlightBatch"]
+__all__ = ["GroupBatch", "InFlightBatch", "Run"]
 
 
 @dataclass(eq=False)
@@ -39,6 +39,20 @@ class GroupBatch:
         layout = self.request.lay_out()
         self.rows = BatchRows(self.group.rows, layout)
         self.gradients = BatchGradients(self.group.rows, layout)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A forward and a backward of the model, of a micro-batch or of the whole batch."""
+
+    number: int
+    forward_at: int
+    """Micro-batch at whose forward in the schedule it runs forward."""
+    backward_at: int
+    batch: Any
+    num_samples: int
+    parts: Sequence[int]
+    """Micro-batches whose rows it uses."""
 
 
 @dataclass(eq=False)
@@ -95,61 +109,42 @@ class InFlightBatch:
         return [index for index, size in enumerate(self.sizes_K) if size] or [0]
 
     @property
-    def run_indices(self) -> Sequence[int]:
-        """Indices of the micro-batches that the model runs on."""
-        return [0] if self.is_whole else self.filled
+    def runs(self) -> Sequence[Run]:
+        """The runs of the model, in the order of their samples."""
+        if self.is_whole:
+            # from the first backward on gradients of rows are sent
+            return [Run(0, 0, self.order[0], self.batch, self.num_samples, self.filled)]
+        return [
+            Run(number, index, index, self.micro_batches_K[index], self.sizes_K[index], [index])
+            for number, index in enumerate(self.filled)
+        ]
 
     @property
-    def run_sizes(self) -> Sequence[int]:
-        """Samples of each run of the model."""
-        if self.is_whole:
-            return [self.num_samples]
-        return [self.sizes_K[index] for index in self.run_indices]
+    def order(self) -> Sequence[int]:
+        """Micro-batches in the order of the schedule's backwards.
 
-    def run_batch(self, run: int) -> Any:
-        """Returns the input of one run of the model, a position in :attr:`run_indices`."""
-        return self.batch if self.is_whole else self.micro_batches_K[self.run_indices[run]]
-
-    def runs_backward_at(self, index: int) -> bool:
-        """Whether a backward runs at the schedule's slot for one micro-batch.
-
-        The backward of a whole batch runs in the first backward slot: from there on gradients of
-        rows are sent.
+        At the last one all ranks reduce dense gradients and run backward of full-batch outputs,
+        also those whose micro-batch has no samples, so that all start collectives in one order.
         """
-        return index == self._order[0] if self.is_whole else index in self.run_indices
-
-    def is_last_slot(self, index: int) -> bool:
-        """Whether the schedule has no slot for a backward after that of one micro-batch.
-
-        All ranks reduce dense gradients and run backward of full-batch outputs there, also those
-        whose micro-batch has no samples, so that all start collectives in the same order.
-        """
-        return index == self._order[-1]
+        return backward_order(self.setting, self.shares_rows)
 
     @property
     def is_one_backward(self) -> bool:
         """Whether the model runs once, and dense gradients are reduced in its only backward."""
-        return self.is_whole or self.run_indices == [self._order[-1]]
-
-    @property
-    def _order(self) -> Sequence[int]:
-        return backward_order(self.setting, self.shares_rows)
+        return self.is_whole or self.filled == [self.order[-1]]
 
     def acquire(
-        self, run: int, group_batch: GroupBatch, name: str, number: int
+        self, run: Run, group_batch: GroupBatch, name: str, number: int
     ) -> list[tuple[PartRows, int]]:
         """Returns rows and samples of each micro-batch that a module uses in one run of the model.
 
-        ``run`` is a position in :attr:`run_indices`, ``number`` that of the module in its group.
+        ``number`` is the position of the module in its group.
         """
         weights = self._weights_of(group_batch, name, number)
-        # a run on the whole batch uses the rows of all micro-batches with samples, one after
-        # another; the last use of a micro-batch's rows may free them
-        indices = self.filled if self.is_whole else [self.filled[run]]
         parts = []
-        for index in indices:
+        for index in run.parts:
             sink = partial(self._take_gradients, group_batch.gradients, name, number, index)
-            is_last = index == self.filled[-1]
+            is_last = index == self.filled[-1]  # the last use of rows may free them
             part = group_batch.rows.acquire(index, sink, weights, is_last=is_last, module=number)
             parts.append((part, self.sizes_K[index]))
         return parts

@@ -43,7 +43,7 @@ from torchrec_picasso.train_pipeline.options import (
     refuse_overrides,
 )
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
-from torchrec_picasso.train_pipeline.regroup import replace_regroups, restore_regroups
+from torchrec_picasso.train_pipeline.rewrite import replace_regroups, restore_regroups
 from torchrec_picasso.train_pipeline.step_report import OnStep, StepWatch
 
 __all__ = ["InterleavedTrainPipeline"]
@@ -235,7 +235,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         is_training = self._model.training
         with self._in_flight.propagate_errors(self._batch_count), self._watch.measuring():
             inflight = self._take_step(dataloader_iter)
-            output: Out = self._options.join(list(inflight.outputs_K.values()), inflight.run_sizes)
+            sizes = [run.num_samples for run in inflight.runs]
+            output: Out = self._options.join(list(inflight.outputs_K.values()), sizes)
         inflight.forget()
         if is_training:
             self._watch.report(inflight, self.last_refresh)

@@ -143,36 +143,40 @@ class Operations:
 
     def _forward(self, inflight: InFlightBatch, index: int) -> None:
         """Runs the model on one micro-batch; a whole batch runs as the first."""
-        if index not in inflight.run_indices:
+        runs = inflight.runs
+        run = next((run for run in runs if run.forward_at == index), None)
+        if run is None:
             return
-        run = inflight.run_indices.index(index)
         for each in inflight.groups:
             # The model calls the module later; the call waits for the rows of its micro-batch.
             for number, (name, module) in enumerate(each.group.modules.items()):
                 parts = inflight.acquire(run, each, name, number)
                 module.forward.take(partial(each.group.output, name, parts))
         inflight.compute_full_outputs(self.taken.plain)
+        sizes = [each.num_samples for each in runs]
         for name, module in self.taken.plain.items():
-            module.forward.give(inflight.full_outputs[name].part(inflight.run_sizes, run))
+            module.forward.give(inflight.full_outputs[name].part(sizes, run.number))
         # with several micro-batches, DDP reduces only in the last backward
         is_one = inflight.is_one_backward
         reducing = nullcontext() if is_one else without_reduction(self.program.model)
-        postprocs, sizes = self.taken.postprocs, inflight.run_sizes
-        with reducing, postprocs.for_part(inflight.context, sizes, itemgetter(run)):
-            losses, output = self.program.forward(inflight.run_batch(run))
+        part_of = itemgetter(run.number)
+        with reducing, self.taken.postprocs.for_part(inflight.context, sizes, part_of):
+            losses, output = self.program.forward(run.batch)
         inflight.outputs_K[index] = output
         if self.program.model.training:  # in evaluation losses may have any form
             inflight.losses_K[index] = self.program.losses.checked(losses)
 
     def _backward(self, inflight: InFlightBatch, index: int) -> None:
         """Runs backward of one micro-batch, and after the last one that of full-batch outputs."""
-        if inflight.is_last_slot(index) and not inflight.is_one_backward:
+        run = next((run for run in inflight.runs if run.backward_at == index), None)
+        is_last = index == inflight.order[-1]
+        if is_last and not inflight.is_one_backward:
             announce_last_backward(self.program.model)
-            if not inflight.runs_backward_at(index):
+            if run is None:
                 no_gradients(self.program.model).backward()
-        if inflight.runs_backward_at(index):
-            self._run_backward(inflight, 0 if inflight.is_whole else index)
-        if inflight.is_last_slot(index):
+        if run is not None:
+            self._run_backward(inflight, run.forward_at)
+        if is_last:
             # the leaves of full-batch outputs now have all their gradients
             for whole in inflight.full_outputs.values():
                 whole.backward()
