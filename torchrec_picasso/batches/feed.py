@@ -28,7 +28,7 @@ SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
 """Splits a batch into micro-batches of given sizes."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Fetched:
     """A batch on its device, with TorchRec's pipeline context."""
 
@@ -190,20 +190,19 @@ def _share_empty_batch(
 
     Collective. All ranks raise CompatError if that batch cannot be split or pickled.
     """
-    parcel: list[Any] = [None, None]
+    parcel: list[Any] = [None]
     # an error travels in place of the batch, so that all ranks raise it
     if pg.rank() == source:
         try:
-            empty = empty_batch(batch, split).to(torch.device("cpu"))
-            parcel = [pickle.dumps(empty), None]
+            parcel = [pickle.dumps(empty_batch(batch, split).to(torch.device("cpu")))]
         except CompatError as error:
-            parcel = [None, str(error)]
+            parcel = [CompatError(str(error))]
         except Exception as error:  # any error of pickling a user's type
             refusal = f"a batch of type {type(batch).__name__} cannot be pickled, which a rank "
             refusal += f"without any batch needs ({error}); give every rank at least one batch"
-            parcel = [None, refusal]
+            parcel = [CompatError(refusal)]
     dist.broadcast_object_list(parcel, group=pg, group_src=source, device=device)
-    pickled, refusal = parcel
-    if refusal is not None:
-        raise CompatError(refusal)
-    return pickle.loads(pickled).to(device)
+    (found,) = parcel
+    if isinstance(found, CompatError):
+        raise found
+    return pickle.loads(found).to(device)

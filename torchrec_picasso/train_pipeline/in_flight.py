@@ -120,7 +120,8 @@ class InFlight:
             for inflight in before:
                 context = self._feed.create_context()
                 context.postproc_fwd_results = inflight.context.postproc_fwd_results
-                again = self._prepared(replace(inflight.fetched, context=context))
+                fetched = Fetched(inflight.batch, context, inflight.has_data, inflight.refusal)
+                again = self._prepared(fetched)
                 again.full_outputs = inflight.full_outputs
                 self._add(again)
                 if again is self.first:
@@ -226,7 +227,7 @@ class InFlight:
         flags = Flags(
             homes_written=was_changed or self._taken.was_written(),
             model_changed=self._model.training and self._cuts.has_changed(self.first.batch),
-            refused=any(inflight.fetched.refusal for inflight in self._inflights),
+            refused=any(inflight.refusal for inflight in self._inflights),
         )
         return Agreement(self._pg, self._taken.device, flags)
 
@@ -239,7 +240,7 @@ class InFlight:
             first_with_data, _ = find_data(self._pg, device, self._inflights[-1].has_data)
             # a rank that can make no empty batch needs one only if another rank has data
             if first_with_data is not None:
-                refusals = [inflight.fetched.refusal for inflight in self._inflights]
+                refusals = [inflight.refusal for inflight in self._inflights]
                 own = next((f"rank {self._pg.rank()}: {each}" for each in refusals if each), None)
                 raise CompatError(agree_on(self._pg, device, own))
         return flags
@@ -294,7 +295,9 @@ class InFlight:
         except CompatError as refusal:
             if not self._inflights:  # all ranks agree before an operation needs the batch
                 refused = replace(fetched, refusal=refusal)
-                return InFlightBatch(refused, setting, [0], [fetched.batch])
+                return InFlightBatch(
+                    **vars(refused), setting=setting, sizes_K=[0], micro_batches_K=[fetched.batch]
+                )
             before = self._inflights[-1].batch
             stand_in = Fetched(before, self._feed.create_context(), refusal=refusal)
             return self._split(stand_in, setting)
@@ -321,5 +324,11 @@ class InFlight:
                         reason = reason_of(error)
                         _log.info("a batch is trained whole, it cannot be split: %s", reason)
                     sizes_K = [num_samples, *[0] * (setting.num_micro_batches - 1)]
-        shares_rows = self._shares_rows
-        return InFlightBatch(fetched, setting, sizes_K, micro_batches_K, features_of, shares_rows)
+        return InFlightBatch(
+            **vars(fetched),
+            setting=setting,
+            sizes_K=sizes_K,
+            micro_batches_K=micro_batches_K,
+            features_of=features_of,
+            shares_rows=self._shares_rows,
+        )

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso._torchrec import TrainPipelineContext
 from torchrec_picasso.batches.feed import AnyData, Fetched
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.batch_gradients import BatchGradients
@@ -55,11 +54,10 @@ class Run:
     """Micro-batches whose rows it uses."""
 
 
-@dataclass(eq=False)
-class InFlightBatch:
+@dataclass(eq=False, kw_only=True)
+class InFlightBatch(Fetched):
     """One in-flight batch of the pipeline."""
 
-    fetched: Fetched
     setting: Setting
     sizes_K: Sequence[int]
     micro_batches_K: Sequence[Any]
@@ -82,21 +80,6 @@ class InFlightBatch:
     """Whether the model runs on the whole batch, although rows travel by micro-batch."""
     is_end: bool = False
     """Whether all ranks' data has ended: the batch trains nothing."""
-
-    @property
-    def batch(self) -> Any:
-        """The whole batch."""
-        return self.fetched.batch
-
-    @property
-    def context(self) -> TrainPipelineContext:
-        """TorchRec's pipeline context of the batch."""
-        return self.fetched.context
-
-    @property
-    def has_data(self) -> bool:
-        """Whether the batch comes from this rank's data."""
-        return self.fetched.has_data
 
     @property
     def num_samples(self) -> int:

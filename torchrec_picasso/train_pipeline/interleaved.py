@@ -215,8 +215,6 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """The operations of a training step, in order."""
         return self._in_flight.schedule(self._cuts.current)
 
-    # -- TorchRec's contract -------------------------------------------------------------------
-
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Takes one step. Collective.
 
