@@ -36,8 +36,8 @@ class GroupBatch:
     def lay_out(self) -> None:
         """Ends the request: rows and gradients have a layout from then on."""
         layout = self.request.lay_out()
-        self.rows = BatchRows(self.group.rows, layout)
-        self.gradients = BatchGradients(self.group.rows, layout)
+        self.rows = BatchRows(self.group.row_group, layout)
+        self.gradients = BatchGradients(self.group.row_group, layout)
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,13 @@ class ModuleGroup:
 
     def __init__(self, modules: Mapping[str, ScheduledModule], *, is_odd: bool = False) -> None:
         self.modules = dict(modules)
-        self.rows = RowGroup.merged([module.group for module in modules.values()])
+        self.row_group = RowGroup.merged([module.group for module in modules.values()])
         self._is_odd = is_odd
 
     @property
     def num_waves(self) -> int:
         """Number of waves that its packs travel in if a schedule staggers them."""
-        return len(self.rows.plan.waves)
+        return len(self.row_group.plan.waves)
 
     def check(self, features_of: Mapping[str, KeyedJaggedTensor]) -> None:
         """Refuses what no header reports to other ranks: they must agree on it before the request.
@@ -60,7 +60,7 @@ class ModuleGroup:
         weighted: dict[bool, list[str]] = {True: [], False: []}
         for name, module in self.modules.items():
             features = features_of[name]
-            self.rows.check(features)
+            self.row_group.check(features)
             weighted[_is_weighted(module, features.weights_or_none() is not None)].append(name)
             if self._is_odd:
                 check_inverse_indices(features)
@@ -84,8 +84,8 @@ class ModuleGroup:
         # VBE rows belong to no micro-batch
         sizes = None if self._is_odd else sizes_K
         with torch.no_grad():
-            ids = BatchIds.read(by_module, self.rows, sizes, has_data, validated)
-            return RowRequest(self.rows, ids)
+            ids = BatchIds.read(by_module, self.row_group, sizes, has_data, validated)
+            return RowRequest(self.row_group, ids)
 
     def _features_of(
         self, module: ScheduledModule, features: KeyedJaggedTensor
@@ -99,10 +99,10 @@ class ModuleGroup:
 
     def output(self, name: str, parts: Sequence[tuple[PartRows, int]]) -> LazyAwaitable[Any]:
         """Computes a module's output from the rows and numbers of samples of micro-batches."""
-        self.rows.check_unwritten()
+        self.row_group.check_unwritten()
         module = self.modules[name]
         compute = partial(spread, module) if self._is_odd else module.output
-        outputs = [compute(rows) for rows, _ in parts]
+        outputs = [compute(part) for part, _ in parts]
         if len(outputs) == 1:
             return outputs[0]
         sizes = [size for _, size in parts]

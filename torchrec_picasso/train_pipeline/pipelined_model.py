@@ -143,7 +143,7 @@ class PipelinedModel:
     @property
     def shares_rows(self) -> bool:
         """Whether micro-batches of any group use the same rows."""
-        return any(route.shares_rows for group in self.groups for route in group.rows.routes)
+        return any(route.shares_rows for group in self.groups for route in group.row_group.routes)
 
     @property
     def planned_micro_batches(self) -> int | None:
@@ -195,12 +195,12 @@ class PipelinedModel:
 
     def was_written(self) -> bool:
         """Whether home rows were written from outside, on this rank."""
-        return any(group.rows.was_written() for group in self.groups)
+        return any(group.row_group.was_written() for group in self.groups)
 
     @property
     def num_changes(self) -> int:
         """Number of updates of all packs, and of writes taken over, by any driver of the tables."""
-        return sum(group.rows.num_changes for group in self.groups)
+        return sum(group.row_group.num_changes for group in self.groups)
 
     def check_forwards(self) -> None:
         """Refuses a model whose forwards another pipeline has replaced.
@@ -218,7 +218,7 @@ class PipelinedModel:
     def apply_writes(self) -> None:
         """Takes over what was written into home rows. Collective."""
         for group in self.groups:
-            group.rows.apply_writes()
+            group.row_group.apply_writes()
 
     def look_at(self, batch: Any, context: TrainPipelineContext, id_stream: IdStream) -> FirstLook:
         """Collects the facts about all ranks' first batches. Collective."""
@@ -314,7 +314,7 @@ def _how(group: ModuleGroup, name: str) -> str:
     others = [other for other in group.modules if other != name]
     if others:
         return f" in one exchange with {', '.join(others)}"
-    return f" in {group.num_waves} waves" if group.rows.is_staggered else ""
+    return f" in {group.num_waves} waves" if group.row_group.is_staggered else ""
 
 
 def _dist_forwards(module: nn.Module) -> list[Callable[..., Any]]:
