@@ -62,6 +62,17 @@ class Program:
     losses: Losses
 
 
+def _for_each_group(method: Callable[[GroupBatch], Callable[..., None]]) -> Callable[..., None]:
+    """Makes an operation that calls a method of every module group's part of the batch."""
+
+    def run(_: Operations, inflight: InFlightBatch, index: int | None = None, **wave: int) -> None:
+        chunk = () if index is None else (index,)
+        for each in inflight.groups:
+            method(each)(*chunk, **wave)
+
+    return run
+
+
 class Operations:
     """The operations of a schedule: one method ``_<kind>`` per kind of operation."""
 
@@ -111,35 +122,25 @@ class Operations:
             for request in inflight.context.input_dist_tensors_requests.values():
                 request.wait()
 
-    def _receive_ids(self, inflight: InFlightBatch) -> None:
-        """Waits for the ids; then home ranks know the requested rows."""
-        for each in inflight.groups:
-            each.request.receive_ids()
+    # waits for the ids; then home ranks know the requested rows
+    _receive_ids = _for_each_group(lambda each: each.request.receive_ids)
+    # the layout of the rows, on the requesting rank and on the home rank
+    _lay_out = _for_each_group(lambda each: each.lay_out)
+    # starts to fetch the rows that the batch before does not update
+    _fetch_clean = _for_each_group(lambda each: each.rows.fetch_clean)
+    # starts to fetch the other rows of one chunk
+    _fetch_dirty = _for_each_group(lambda each: each.rows.fetch_dirty)
+    # reads replicas into the batch's row matrices
+    _read_hot = _for_each_group(lambda each: each.rows.read_hot)
+    # sends the gradients of one chunk's rows to their home ranks
+    _send_gradients = _for_each_group(lambda each: each.gradients.send)
+    # starts to sum the replicas' gradients over ranks
+    _reduce_hot = _for_each_group(lambda each: each.gradients.reduce_hot)
 
     def _send_dirty_mask(self, inflight: InFlightBatch, before: InFlightBatch) -> None:
         """Sends the dirty mask: which requested rows the batch before updates."""
         for each, each_before in zip(inflight.groups, before.groups):
             each.request.send_dirty_mask(each_before.request)
-
-    def _lay_out(self, inflight: InFlightBatch) -> None:
-        """Builds the layout of the rows, on the requesting rank and on the home rank."""
-        for each in inflight.groups:
-            each.lay_out()
-
-    def _fetch_clean(self, inflight: InFlightBatch) -> None:
-        """Starts to fetch the rows that the batch before does not update."""
-        for each in inflight.groups:
-            each.rows.fetch_clean()
-
-    def _fetch_dirty(self, inflight: InFlightBatch, index: int, wave: int | None = None) -> None:
-        """Starts to fetch the other rows of one chunk."""
-        for each in inflight.groups:
-            each.rows.fetch_dirty(index, wave)
-
-    def _read_hot(self, inflight: InFlightBatch) -> None:
-        """Reads replicas into the batch's row matrices."""
-        for each in inflight.groups:
-            each.rows.read_hot()
 
     def _forward(self, inflight: InFlightBatch, index: int) -> None:
         """Runs the model on one micro-batch; a whole batch runs as the first."""
@@ -220,16 +221,6 @@ class Operations:
         for name, vote in zip(names, votes):
             if vote != _Vote.UNKNOWN:
                 self._is_trained[name] = vote != _Vote.UNTRAINED
-
-    def _send_gradients(self, inflight: InFlightBatch, index: int, wave: int | None = None) -> None:
-        """Sends the gradients of one chunk's rows to their home ranks."""
-        for each in inflight.groups:
-            each.gradients.send(index, wave)
-
-    def _reduce_hot(self, inflight: InFlightBatch, wave: int | None = None) -> None:
-        """Starts to sum the replicas' gradients over ranks."""
-        for each in inflight.groups:
-            each.gradients.reduce_hot(wave)
 
     def _update(self, inflight: InFlightBatch, wave: int | None = None) -> None:
         """Updates home rows and replicas, and releases the rows' memory after the last pack."""
