@@ -20,8 +20,8 @@ from torchrec_picasso._torchrec import (
     start_data_dist,
 )
 from torchrec_picasso.batches.id_stream import IdStream
-from torchrec_picasso.batches.split import SPLIT_ADVICE, num_samples
-from torchrec_picasso.errors import CompatError, InputError
+from torchrec_picasso.batches.split import SPLIT_ADVICE, count_samples
+from torchrec_picasso.errors import CompatError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.proof.dense_part import without_a_trace
 from torchrec_picasso.sharding.sharded_module import HotColdModule
@@ -231,7 +231,7 @@ class PipelinedModel:
             # samples, and a flag for a batch without countable samples; the maximum joins each
             own = [int(name in odd) for name in features_of]
             own += [int(each.weights_or_none() is not None) for each in features_of.values()]
-            own += [count, int(_count_samples(batch) is None)]
+            own += [count, int(count_samples(batch) is None)]
             most = torch.tensor(own, device=self.device)
             if self.pg.size() > 1:
                 dist.all_reduce(most, dist.ReduceOp.MAX, group=self.pg)
@@ -329,7 +329,7 @@ def _dist_forwards(module: nn.Module) -> list[Callable[..., Any]]:
 
 def _count(batch: Any, features_of: Mapping[str, KeyedJaggedTensor]) -> int:
     """Counts the samples of a batch, by itself or by its modules' features; 1 if unknown."""
-    found = _count_samples(batch)
+    found = count_samples(batch)
     if found is None:
         even = (each for each in features_of.values() if not each.variable_stride_per_key())
         found = next((features.stride() for features in even), 1)
@@ -343,11 +343,3 @@ def _odd_modules(features_of: Mapping[str, KeyedJaggedTensor], num_samples: int)
         for name, features in features_of.items()
         if features.variable_stride_per_key() or features.stride() != num_samples
     ]
-
-
-def _count_samples(batch: Any) -> int | None:
-    """Counts the samples of a batch; ``None`` = it has no countable samples."""
-    try:
-        return num_samples(batch)
-    except InputError:
-        return None
