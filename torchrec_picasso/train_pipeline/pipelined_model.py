@@ -171,9 +171,8 @@ class PipelinedModel:
         CompatError, on this rank alone, if features cannot be served, or have their own batch sizes
         (VBE), unlike those of the first batch.
         """
-        features_of = self._features_in(batch, context)
-        num_samples = _count(batch, features_of)
-        for name in _odd_modules(features_of, num_samples):
+        features_of, num_samples, odd = self._examined(batch, context)
+        for name in odd:
             if name not in self.look.odd:
                 raise CompatError(
                     f"{name}: {_ODD_BATCH}, and the first batch had not; give the pipeline such a "
@@ -183,15 +182,26 @@ class PipelinedModel:
             group.check(features_of)
         return features_of, num_samples
 
-    def _features_in(
+    def _examined(
         self, batch: Any, context: TrainPipelineContext
-    ) -> Mapping[str, KeyedJaggedTensor]:
-        found = {}
+    ) -> tuple[Mapping[str, KeyedJaggedTensor], int, list[str]]:
+        """Finds the modules' features, the number of samples (1 if unknown), and odd modules.
+
+        These have another number of samples, or a batch size per feature (VBE).
+        """
+        features_of = {}
         with self.postprocs.for_batch(context):
             for name, module in self.interleaved.items():
                 args, kwargs = module.forward.args.build_args_kwargs(batch)
-                found[name] = maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
-        return found
+                features_of[name] = maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
+        strides = {
+            name: None if features.variable_stride_per_key() else features.stride()
+            for name, features in features_of.items()
+        }
+        counts = (count_samples(batch), *strides.values())
+        num_samples = next((count for count in counts if count is not None), 1)
+        odd = [name for name, stride in strides.items() if stride != num_samples]
+        return features_of, num_samples, odd
 
     def was_written(self) -> bool:
         """Whether home rows were written from outside, on this rank."""
@@ -224,14 +234,12 @@ class PipelinedModel:
         """Collects the facts about all ranks' first batches. Collective."""
         with id_stream.working():
             id_stream.take_batch(batch)
-            features_of = self._features_in(batch, context)
-            count = _count(batch, features_of)
-            odd = _odd_modules(features_of, count)
+            features_of, num_samples, odd = self._examined(batch, context)
             # one vector for one all-reduce: a flag per module (VBE), a flag per module (weights),
             # samples, and a flag for a batch without countable samples; the maximum joins each
             own = [int(name in odd) for name in features_of]
             own += [int(each.weights_or_none() is not None) for each in features_of.values()]
-            own += [count, int(count_samples(batch) is None)]
+            own += [num_samples, int(count_samples(batch) is None)]
             most = torch.tensor(own, device=self.device)
             if self.pg.size() > 1:
                 dist.all_reduce(most, dist.ReduceOp.MAX, group=self.pg)
@@ -324,22 +332,4 @@ def _dist_forwards(module: nn.Module) -> list[Callable[..., Any]]:
         for inside in module.modules()
         for input_dist in getattr(inside, "_input_dists", [])
         if hasattr(input_dist, "_dist")
-    ]
-
-
-def _count(batch: Any, features_of: Mapping[str, KeyedJaggedTensor]) -> int:
-    """Counts the samples of a batch, by itself or by its modules' features; 1 if unknown."""
-    found = count_samples(batch)
-    if found is None:
-        even = (each for each in features_of.values() if not each.variable_stride_per_key())
-        found = next((features.stride() for features in even), 1)
-    return found
-
-
-def _odd_modules(features_of: Mapping[str, KeyedJaggedTensor], num_samples: int) -> list[str]:
-    """Lists the modules with another number of samples, or a batch size per feature (VBE)."""
-    return [
-        name
-        for name, features in features_of.items()
-        if features.variable_stride_per_key() or features.stride() != num_samples
     ]
