@@ -14,7 +14,8 @@ from torch import Tensor
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from torchrec_picasso.batches.split import children_of, reason_of, rebuild, split_batch
+from torchrec_picasso.batches.members import children_of, rebuild
+from torchrec_picasso.batches.split import reason_of, split_batch
 from torchrec_picasso.errors import CompatError, InputError
 
 __all__ = ["UnsplitOutput", "FullBatchOutput"]
