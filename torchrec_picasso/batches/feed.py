@@ -80,7 +80,7 @@ class BatchFeed:
         own = self._fetch(batches)
         with self._id_stream.working():
             source, all_have_data = find_data(pg, self._device, own is not None)
-            if not all_have_data:
+            if own is None or not all_have_data:
                 if source is None or not self._execute_all_batches:
                     self._kept = own
                     raise StopIteration
