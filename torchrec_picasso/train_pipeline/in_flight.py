@@ -94,6 +94,10 @@ class InFlight:
         self._num_waves = taken.num_waves
         # a ratio needs the sums over all micro-batches before the first backward, as rows do
         self._shares_rows = self._options.loss_reduction == "ratio" or taken.shares_rows
+        # a model that is attached again may have new modules for the batches in flight
+        for inflight in self._inflights:
+            for each, group in zip(inflight.groups, taken.groups):
+                each.group = group
 
     def fetch_first(self, batches: Iterator[Any]) -> Fetched:
         """Fetches the batch of a step while no batch is in flight. Collective.
