@@ -39,7 +39,7 @@ def test_the_library_adds_no_handlers() -> None:
 def test_a_batch_that_cannot_be_split_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="torchrec_picasso")
     taken: Any = SimpleNamespace(
-        read=lambda batch, context: ({}, 8), has_stock_means=False, shares_rows=True
+        read=lambda batch, context: ({}, 8), has_stock_means=False, shares_rows=True, num_waves=1
     )
     cuts: Any = SimpleNamespace(current=Setting(2, True))
     nothing: Any = None
@@ -51,7 +51,7 @@ def test_a_batch_that_cannot_be_split_is_logged_once(caplog: pytest.LogCaptureFi
         Lifecycle(),
         IdStream(None, None),
     )
-    in_flight.work_with(taken, nothing, nothing)
+    in_flight.work_with(cast(Any, SimpleNamespace(taken=taken)))
     for _ in range(2):
         inflight = in_flight._prepared(Fetched({"ids": object()}, nothing))
         assert inflight.sizes_K == [8, 0]

@@ -14,8 +14,12 @@ from tests.sharding.jobs import PLAIN, Job, build, result_of
 from tests.train_pipeline.runs import Run, batches_of, compare_runs, pipeline_of, plain_steps
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.schedule.schedule import Setting
-from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates, pieces_for
-from torchrec_picasso.schedule.setting_trial import NUM_STEPS
+from torchrec_picasso.schedule.setting_choice import (
+    NUM_STEPS,
+    SettingChoice,
+    candidates,
+    pieces_for,
+)
 
 CPU = torch.device("cpu")
 PIECES = (1, 2, 4, 8, 16)

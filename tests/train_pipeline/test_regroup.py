@@ -16,7 +16,7 @@ from tests.sharding.jobs import CPU, PLAIN, Job, build, dense_optimizer, result_
 from tests.train_pipeline.runs import batches_of, compare_runs, run_to_the_end
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.train_pipeline.regroup import regroup
+from torchrec_picasso.train_pipeline.rewrite import regroup
 
 OURS = Job(placement={"*": 2}, tables=PLAIN, regrouped=True)
 STOCK = Job(placement={"*": "table_wise"}, tables=PLAIN, regrouped=True)

@@ -28,7 +28,7 @@ SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
 """Splits a batch into micro-batches of given sizes."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Fetched:
     """A batch on its device, with TorchRec's pipeline context."""
 
@@ -100,27 +100,22 @@ class BatchFeed:
         ranks raise StopIteration if some rank has no batch. ``None`` = no rank has a batch.
         """
         own = self._fetch(batches)
-        with self._id_stream.working():
-            following = self._following(pg, own, last)
-        self.has_ended = following is None
-        return following
-
-    def _following(self, pg: dist.ProcessGroup, own: Fetched | None, last: Any) -> Fetched | None:
-        if self.asks_ahead or not self._execute_all_batches:
-            source, all_have_data = find_data(pg, self._device, own is not None)
-            if not all_have_data and not self._execute_all_batches:
-                self._kept = own
-                raise StopIteration
-            if source is None:
-                return None
         # without an all-reduce the header of the (empty) batch says whether any rank has data
-        if own is not None or pg.size() == 1:
-            return own
-        context = self.create_context()
-        try:
-            return Fetched(empty_batch(last, self._split), context, has_data=False)
-        except CompatError as error:  # raised later, and only if another rank has data
-            return Fetched(last, context, has_data=False, refusal=error)
+        self.has_ended = own is None and pg.size() == 1
+        with self._id_stream.working():
+            if self.asks_ahead or not self._execute_all_batches:
+                source, all_have_data = find_data(pg, self._device, own is not None)
+                if not all_have_data and not self._execute_all_batches:
+                    self._kept, self.has_ended = own, False
+                    raise StopIteration
+                self.has_ended = source is None
+            if own is not None or self.has_ended:
+                return own
+            context = self.create_context()
+            try:
+                return Fetched(empty_batch(last, self._split), context, has_data=False)
+            except CompatError as error:  # raised later, and only if another rank has data
+                return Fetched(last, context, has_data=False, refusal=error)
 
     def forget(self) -> None:
         """Drops the batch that was kept, and the record that data has ended."""
@@ -195,20 +190,19 @@ def _share_empty_batch(
 
     Collective. All ranks raise CompatError if that batch cannot be split or pickled.
     """
-    parcel: list[Any] = [None, None]
+    parcel: list[Any] = [None]
     # an error travels in place of the batch, so that all ranks raise it
     if pg.rank() == source:
         try:
-            empty = empty_batch(batch, split).to(torch.device("cpu"))
-            parcel = [pickle.dumps(empty), None]
+            parcel = [pickle.dumps(empty_batch(batch, split).to(torch.device("cpu")))]
         except CompatError as error:
-            parcel = [None, str(error)]
+            parcel = [CompatError(str(error))]
         except Exception as error:  # any error of pickling a user's type
             refusal = f"a batch of type {type(batch).__name__} cannot be pickled, which a rank "
             refusal += f"without any batch needs ({error}); give every rank at least one batch"
-            parcel = [None, refusal]
+            parcel = [CompatError(refusal)]
     dist.broadcast_object_list(parcel, group=pg, group_src=source, device=device)
-    pickled, refusal = parcel
-    if refusal is not None:
-        raise CompatError(refusal)
-    return pickle.loads(pickled).to(device)
+    (found,) = parcel
+    if isinstance(found, CompatError):
+        raise found
+    return pickle.loads(found).to(device)

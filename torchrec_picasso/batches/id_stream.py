@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso._torchrec import wait_for_batch
-from torchrec_picasso.batches.split import children_of
+from torchrec_picasso.batches.members import children_of
 
 __all__ = ["IdStream"]
 

@@ -26,6 +26,7 @@ from torchrec_picasso.errors import CompatError, InputError
 __all__ = [
     "PLAIN_TYPES",
     "children_of",
+    "count_samples",
     "FEWEST_SAMPLES",
     "micro_batch_sizes",
     "num_samples",
@@ -73,28 +74,36 @@ def micro_batch_sizes(num_samples: int, num_micro_batches: int) -> list[int]:
 
 
 def num_samples(batch: Any) -> int:
-    """Finds the number of samples of a batch, without checking that all members agree.
-
-    The number is that of the first KeyedJaggedTensor, or without one, of the first jagged or dense
-    tensor with a dim 0. The attributes of an object are searched too if only a user's own
-    ``split_batch=`` can split its type. Raises InputError if nothing in the batch has samples.
-    """
-    leaves = [leaf for _, leaf in _leaves(batch, "batch")]
-    for leaf in list(leaves):
-        if not isinstance(leaf, (*SAMPLE_TYPES, *PLAIN_TYPES)) and hasattr(leaf, "__dict__"):
-            leaves += [inner for _, inner in _leaves(vars(leaf), "")]
-    counts = [
-        (isinstance(leaf, KeyedJaggedTensor), count)
-        for leaf in leaves
-        if (count := _count_samples(leaf)) is not None
-    ]
-    if not counts:
+    """Counts like :func:`count_samples`; raises InputError if nothing in the batch has samples."""
+    found = count_samples(batch)
+    if found is None:
         raise InputError(
             f"batch: {type(batch).__name__} without a tensor or KeyedJaggedTensor, so its number "
             "of samples is unknown; keep them in its attributes or members, and unless it is a "
             f"dataclass, NamedTuple, tuple, list or dict of such, {SPLIT_ADVICE}"
         )
-    return next((count for is_kjt, count in counts if is_kjt), counts[0][1])
+    return found
+
+
+def count_samples(batch: Any) -> int | None:
+    """Finds the number of samples of a batch, without checking that all members agree.
+
+    The number is that of the first KeyedJaggedTensor, or without one, of the first jagged or dense
+    tensor with a dim 0. The attributes of an object are searched too if only a user's own
+    ``split_batch=`` can split its type. ``None`` = nothing in the batch has samples.
+    """
+    leaves = [leaf for _, leaf in _leaves(batch, "batch")]
+    for leaf in list(leaves):
+        if not isinstance(leaf, (*SAMPLE_TYPES, *PLAIN_TYPES)) and hasattr(leaf, "__dict__"):
+            leaves += [inner for _, inner in _leaves(vars(leaf), "")]
+    return _deciding([(leaf, _samples_of_leaf(leaf)) for leaf in leaves])
+
+
+def _deciding(counts: Sequence[tuple[Any, int | None]]) -> int | None:
+    """Picks the number of samples of a batch from those of its leaves."""
+    # KeyedJaggedTensors decide: a dense tensor's dim 0 may be something else than samples
+    counts = sorted(counts, key=lambda counted: not isinstance(counted[0], KeyedJaggedTensor))
+    return next((count for _, count in counts if count is not None), None)
 
 
 def split_batch(batch: Any, sizes_K: Sequence[int]) -> list[Any]:
@@ -134,18 +143,11 @@ def split_batch(batch: Any, sizes_K: Sequence[int]) -> list[Any]:
 
 def _check_samples(batch: Any) -> int | None:
     """Counts the samples of a batch, ``None`` = it has none, and checks that all fields agree."""
-    counts = [
-        (path, leaf, count)
-        for path, leaf in _leaves(batch, "batch")
-        if (count := _samples_of(leaf, path)) is not None
-    ]
-    if not counts:
-        return None
-    # KeyedJaggedTensors decide: a dense tensor's dim 0 may be something else than samples
-    jagged = [count for _, leaf, count in counts if isinstance(leaf, KeyedJaggedTensor)]
-    expected = jagged[0] if jagged else counts[0][2]
-    for path, _, count in counts:
-        if count != expected:
+    leaves = list(_leaves(batch, "batch"))
+    counts = [_checked_samples(leaf, path) for path, leaf in leaves]
+    expected = _deciding([(leaf, count) for (_, leaf), count in zip(leaves, counts)])
+    for (path, _), count in zip(leaves, counts):
+        if count not in (None, expected):
             raise InputError(
                 f"{path}: {count} samples, expected {expected} (in dim 0 of a tensor); "
                 f"{SPLIT_ADVICE}"
@@ -168,7 +170,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(member, path + suffix)
 
 
-def _samples_of(leaf: Any, path: str) -> int | None:
+def _checked_samples(leaf: Any, path: str) -> int | None:
     """Counts the samples of one field; ``None`` = it has none. Refuses types without a split."""
     if isinstance(leaf, KeyedJaggedTensor):
         _check_kjt(leaf, path)
@@ -184,10 +186,10 @@ def _samples_of(leaf: Any, path: str) -> int | None:
         raise CompatError(
             f"{path}: do not know how to cut {type(leaf).__name__} by samples; {SPLIT_ADVICE}"
         )
-    return _count_samples(leaf)
+    return _samples_of_leaf(leaf)
 
 
-def _count_samples(leaf: Any) -> int | None:
+def _samples_of_leaf(leaf: Any) -> int | None:
     """Counts the samples of one field; ``None`` = it has none, or the number is unknown."""
     if isinstance(leaf, KeyedJaggedTensor):
         return leaf.stride() if leaf.keys() else None

@@ -137,7 +137,7 @@ class CutCheck:
         The rows of the in-flight batch are fetched or on their way.
         """
         # collective, so it comes before any decision of this rank alone
-        full_outputs = inflight.full_batch_outputs(self._taken.groups, self._taken.plain)
+        full_outputs = inflight.full_batch_outputs(self._taken.plain)
         is_cut = inflight.sizes_K[0] < inflight.num_samples
         found = self._difference(inflight, full_outputs) if is_cut else None
         return agree_on(self._taken.pg, self._taken.device, found)

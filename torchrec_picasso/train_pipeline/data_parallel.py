@@ -13,7 +13,7 @@ Work that DDP does per forward or per backward cannot be shared this way: see
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -75,12 +75,10 @@ def counts_gradients(model: nn.Module) -> bool:
     return not wrapper._static_graph_delay_allreduce_enqueued
 
 
-@contextmanager
-def without_reduction(model: nn.Module) -> Iterator[None]:
+def without_reduction(model: nn.Module) -> AbstractContextManager[None]:
     """In this context, forwards of the model do not prepare the wrapper for a backward."""
     wrapper = wrapper_of(model)
-    with nullcontext() if wrapper is None else wrapper.no_sync():
-        yield
+    return nullcontext() if wrapper is None else wrapper.no_sync()
 
 
 @contextmanager

@@ -78,7 +78,7 @@ class CutEvidence:
     def prove(self, inflight: InFlightBatch) -> Proof:
         """Traces the model once, with tensors that have no data. Collective."""
         # collective, so it comes before any decision of this rank alone
-        full_outputs = inflight.full_batch_outputs(self.taken.groups, self.taken.plain)
+        full_outputs = inflight.full_batch_outputs(self.taken.plain)
         reason = self._why_unproved
         if reason is not None or not inflight.num_samples:
             return Proof(reason)

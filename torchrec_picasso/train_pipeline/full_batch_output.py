@@ -14,7 +14,8 @@ from torch import Tensor
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from torchrec_picasso.batches.split import children_of, reason_of, rebuild, split_batch
+from torchrec_picasso.batches.members import children_of, rebuild
+from torchrec_picasso.batches.split import reason_of, split_batch
 from torchrec_picasso.errors import CompatError, InputError
 
 __all__ = ["UnsplitOutput", "FullBatchOutput"]
@@ -66,49 +67,40 @@ class FullBatchOutput:
         """For every tensor of the output, whether it is one of ``_values``."""
         self.value = self._map(output, self._off_graph)
         """The output of the whole batch, without its graph."""
-        self._parts_K: dict[tuple[int, ...], Sequence[Any]] = {}
-        """The output of each micro-batch, by the sizes of the micro-batches."""
-        self._leaves_VK: dict[tuple[int, ...], Sequence[Sequence[Tensor]]] = {}
-        """For each value of the output, the leaf of each micro-batch, by the sizes."""
+        self._parts_K: dict[tuple[int, ...], list[tuple[Any, list[Tensor]]]] = {}
+        """By the sizes of micro-batches, the output of each, and its leaf for each value."""
 
     def part(self, sizes_K: Sequence[int], index: int) -> Any:
         """Returns the output for one of micro-batches; CompatError if it cannot be split."""
         sizes = tuple(sizes_K)
         if sizes not in self._parts_K:
             parts_K = [self.value] if len(sizes) == 1 else self._split(sizes)
-            made = [self._with_leaves(part) for part in parts_K]
-            self._parts_K[sizes] = [part for part, _ in made]
-            self._leaves_VK[sizes] = list(zip(*(leaves_V for _, leaves_V in made)))
-        return self._parts_K[sizes][index]
+            self._parts_K[sizes] = list(map(self._with_leaves, parts_K))
+        part, _ = self._parts_K[sizes][index]
+        return part
 
     def backward(self) -> None:
         """Runs the module's backward; not without any gradient. Collective."""
-        if all(leaf.grad is None for leaf in self.leaves):
-            return  # a plain loop would not run the module's backward either
-        torch.autograd.backward(self._values, self.joined_gradients())
+        leaves = [leaf for cut in self._leaves for leaves_K in cut for leaf in leaves_K]
+        # without a gradient a plain loop would not run the module's backward either
+        if any(leaf.grad is not None for leaf in leaves):
+            torch.autograd.backward(self._values, self.joined_gradients())
 
     def detached(self) -> FullBatchOutput:
         """Copies the output with its own leaves; no module's backward runs from them."""
         other = copy.copy(self)
-        other._parts_K, other._leaves_VK = {}, {}
+        other._parts_K = {}
         return other
 
     @property
-    def leaves(self) -> list[Tensor]:
-        """The leaves of all micro-batches so far, where their gradients arrive."""
-        return [
-            leaf
-            for leaves_VK in self._leaves_VK.values()
-            for leaves_K in leaves_VK
-            for leaf in leaves_K
-        ]
+    def _leaves(self) -> list[list[tuple[Tensor, ...]]]:
+        """By cut and by value of the output, the leaf of each micro-batch."""
+        cuts = self._parts_K.values()
+        return [list(zip(*(leaves_V for _, leaves_V in parts_K))) for parts_K in cuts]
 
     def joined_gradients(self) -> list[Tensor]:
         """Joins the leaves' gradients to one per value of the output, with its shape."""
-        by_cut_V = [
-            [_joined_gradient(leaves_K) for leaves_K in leaves_VK]
-            for leaves_VK in self._leaves_VK.values()
-        ]
+        by_cut_V = [list(map(_joined_gradient, leaves_VK)) for leaves_VK in self._leaves]
         # several cuts of one batch add up
         return [torch.stack(g).sum(0) if len(g) > 1 else g[0] for g in zip(*by_cut_V)]
 

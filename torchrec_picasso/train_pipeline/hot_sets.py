@@ -60,7 +60,9 @@ class HotSets:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        tensors = [tensor for group in self._groups for tensor in group.rows.tensors_of_hot_set()]
+        tensors = [
+            tensor for group in self._groups for tensor in group.row_group.tensors_of_hot_set()
+        ]
         self._id_stream.take_over(tensors)
 
     def hot_rows(self) -> dict[str, Tensor]:
@@ -68,7 +70,7 @@ class HotSets:
         return {
             table.name: table.hot_rows_H
             for group in self._groups
-            for table in group.rows.tables
+            for table in group.row_group.tables
             if table.hot_rows_H.numel()
         }
 
@@ -90,7 +92,7 @@ class HotSets:
         self._num_steps += 1
         if self._verify_every is not None and self._num_steps % self._verify_every == 0:
             for group in self._groups:
-                check_replicas(group.rows)
+                check_replicas(group.row_group)
         if self._refresher is not None:
             self.last = self._refresher.step() or self.last
 
@@ -98,8 +100,8 @@ class HotSets:
         """Whether the hot set of any table differs from that of the last call."""
         # TorchRec's modules may be refreshed by others; each change counts up a group's epoch
         for group in self._groups:
-            group.rows.follow_hot_rows()
-        before, self._epochs = self._epochs, [group.rows.hot_epoch for group in self._groups]
+            group.row_group.follow_hot_rows()
+        before, self._epochs = self._epochs, [group.row_group.hot_epoch for group in self._groups]
         if not before or before == self._epochs:
             return False
         self._hand_over()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from torchrec_picasso._torchrec import TrainPipelineContext
 from torchrec_picasso.batches.feed import BatchFeed, Fetched, find_data
 from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.batches.split import micro_batch_sizes, reason_of
@@ -37,22 +36,13 @@ from torchrec_picasso.train_pipeline.data_parallel import counts_gradients
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 from torchrec_picasso.train_pipeline.model_parts import process_group_of
-from torchrec_picasso.train_pipeline.operations import Operations, Program
+from torchrec_picasso.train_pipeline.operations import Operations
 from torchrec_picasso.train_pipeline.options import PipelineOptions
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 
 __all__ = ["InFlight"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Work:
-    """The model in the pipeline, and what runs it."""
-
-    taken: PipelinedModel
-    program: Program
-    operations: Operations
 
 
 class InFlight:
@@ -74,7 +64,9 @@ class InFlight:
         self._lifecycle = lifecycle
         self._id_stream = id_stream
         self._inflights: deque[InFlightBatch] = deque()
-        self._work: _Work | None = None
+        self._begun: Operations | None = None
+        # of the plan; not known before the first step
+        self._num_waves, self._shares_rows = 1, True
         self._peers: Peers | None = None
         self._op: Op | str = ""
         self._led: set[Op] = set()  # operations that ran ahead of a step that has not begun
@@ -95,26 +87,17 @@ class InFlight:
         waves = self._num_waves
         return training_schedule(*settings, num_waves=waves, shares_rows=self._shares_rows)
 
-    @property
-    def _num_waves(self) -> int:
-        return 1 if self._work is None else self._work.taken.num_waves
-
-    @property
-    def _shares_rows(self) -> bool:
-        # a ratio needs the sums over all micro-batches before the first backward, as rows do
-        is_ratio = self._options.loss_reduction == "ratio"
-        return is_ratio or self._work is None or self._work.taken.shares_rows
-
-    def work_with(
-        self,
-        taken: PipelinedModel,
-        program: Program,
-        wait_plain: Callable[[TrainPipelineContext], None],
-    ) -> None:
-        """Sets the model that the operations of schedules run, see :class:`.Operations`."""
+    def work_with(self, operations: Operations) -> None:
+        """Sets what runs the operations of schedules, and the model that they run."""
+        self._begun, taken = operations, operations.taken
         self._feed.asks_ahead = taken.has_stock_means
-        operations = Operations(program, taken, self._id_stream, wait_plain)
-        self._work = _Work(taken, program, operations)
+        self._num_waves = taken.num_waves
+        # a ratio needs the sums over all micro-batches before the first backward, as rows do
+        self._shares_rows = self._options.loss_reduction == "ratio" or taken.shares_rows
+        # a model that is attached again may have new modules for the batches in flight
+        for inflight in self._inflights:
+            for each, group in zip(inflight.groups, taken.groups):
+                each.group = group
 
     def fetch_first(self, batches: Iterator[Any]) -> Fetched:
         """Fetches the batch of a step while no batch is in flight. Collective.
@@ -141,7 +124,8 @@ class InFlight:
             for inflight in before:
                 context = self._feed.create_context()
                 context.postproc_fwd_results = inflight.context.postproc_fwd_results
-                again = self._prepared(replace(inflight.fetched, context=context))
+                fetched = Fetched(inflight.batch, context, inflight.has_data, inflight.refusal)
+                again = self._prepared(fetched)
                 again.full_outputs = inflight.full_outputs
                 self._add(again)
                 if again is self.first:
@@ -156,7 +140,7 @@ class InFlight:
         """
         self._fetch_up_to(NUM_BATCHES - 1, batches)
         if self._model.training:
-            self._given.program.zero_grad()
+            self._operations.program.zero_grad()
         self._fetch_up_to(NUM_BATCHES, batches)
 
     def _fetch_up_to(self, num_batches: int, batches: Iterator[Any]) -> None:
@@ -186,8 +170,8 @@ class InFlight:
             self._lead(schedule)
             flags = self._agreed(agreement)
             if flags.homes_written:
-                for rows in inflight.rows:
-                    rows.fetch_again()
+                for each in inflight.groups:
+                    each.rows.fetch_again()
                 self._num_changes = self._taken.num_changes
         if not is_training:
             inflight.is_whole = True
@@ -221,14 +205,13 @@ class InFlight:
         self._lifecycle.reset()
 
     @property
-    def _given(self) -> _Work:
-        """What :meth:`work_with` was given."""
-        assert self._work is not None
-        return self._work
+    def _operations(self) -> Operations:
+        assert self._begun is not None
+        return self._begun
 
     @property
     def _taken(self) -> PipelinedModel:
-        return self._given.taken
+        return self._operations.taken
 
     @property
     def _pg(self) -> dist.ProcessGroup:
@@ -248,7 +231,7 @@ class InFlight:
         flags = Flags(
             homes_written=was_changed or self._taken.was_written(),
             model_changed=self._model.training and self._cuts.has_changed(self.first.batch),
-            refused=any(inflight.fetched.refusal for inflight in self._inflights),
+            refused=any(inflight.refusal for inflight in self._inflights),
         )
         return Agreement(self._pg, self._taken.device, flags)
 
@@ -261,7 +244,7 @@ class InFlight:
             first_with_data, _ = find_data(self._pg, device, self._inflights[-1].has_data)
             # a rank that can make no empty batch needs one only if another rank has data
             if first_with_data is not None:
-                refusals = [inflight.fetched.refusal for inflight in self._inflights]
+                refusals = [inflight.refusal for inflight in self._inflights]
                 own = next((f"rank {self._pg.rank()}: {each}" for each in refusals if each), None)
                 raise CompatError(agree_on(self._pg, device, own))
         return flags
@@ -283,9 +266,8 @@ class InFlight:
             for op in schedule:
                 if op.batch < len(self._inflights) and op not in self._led:
                     self._op = op
-                    in_postprocs = self._taken.postprocs.for_op(op, self._inflights[op.batch])
-                    with named_range(OP_RANGE, op), in_postprocs:
-                        self._given.operations.run(op, self._inflights)
+                    with named_range(OP_RANGE, op):
+                        self._operations.run(op, self._inflights)
                     if self._inflights[-1].is_end:  # other operations of the batch are left out
                         self._feed.has_ended = True
                         self._inflights.pop()
@@ -316,8 +298,9 @@ class InFlight:
             return self._split(fetched, setting)
         except CompatError as refusal:
             if not self._inflights:  # all ranks agree before an operation needs the batch
+                refused = replace(fetched, refusal=refusal)
                 return InFlightBatch(
-                    replace(fetched, refusal=refusal), setting, [0], [fetched.batch]
+                    **vars(refused), setting=setting, sizes_K=[0], micro_batches_K=[fetched.batch]
                 )
             before = self._inflights[-1].batch
             stand_in = Fetched(before, self._feed.create_context(), refusal=refusal)
@@ -332,7 +315,7 @@ class InFlight:
         batch = fetched.batch
         with self._id_stream.working():
             self._id_stream.take_batch(batch)
-            inputs, num_samples = self._taken.read(batch, fetched.context)
+            features_of, num_samples = self._taken.read(batch, fetched.context)
             sizes_K = micro_batch_sizes(num_samples, setting.num_micro_batches)
             micro_batches_K = [batch, *[None] * (setting.num_micro_batches - 1)]
             # sizes_K[0] == num_samples: too few samples for more than one micro-batch
@@ -346,10 +329,10 @@ class InFlight:
                         _log.info("a batch is trained whole, it cannot be split: %s", reason)
                     sizes_K = [num_samples, *[0] * (setting.num_micro_batches - 1)]
         return InFlightBatch(
-            fetched,
-            setting,
-            sizes_K,
-            micro_batches_K,
-            inputs,
+            **vars(fetched),
+            setting=setting,
+            sizes_K=sizes_K,
+            micro_batches_K=micro_batches_K,
+            features_of=features_of,
             shares_rows=self._shares_rows,
         )

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso._torchrec import TrainPipelineContext
 from torchrec_picasso.batches.feed import AnyData, Fetched
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.batch_gradients import BatchGradients
@@ -18,60 +18,68 @@ from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.schedule.schedule import Setting, backward_order
 from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput, UnsplitOutput
-from torchrec_picasso.train_pipeline.module_group import ModuleGroup, ModuleInput
+from torchrec_picasso.train_pipeline.module_group import ModuleGroup
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 
-__all__ = ["InFlightBatch"]
+__all__ = ["GroupBatch", "InFlightBatch", "Run"]
 
 
 @dataclass(eq=False)
-class InFlightBatch:
+class GroupBatch:
+    """An in-flight batch as one module group sees it."""
+
+    group: ModuleGroup
+    request: RowRequest
+    rows: BatchRows = field(init=False)
+    gradients: BatchGradients = field(init=False)
+
+    def lay_out(self) -> None:
+        """Ends the request: rows and gradients have a layout from then on."""
+        layout = self.request.lay_out()
+        self.rows = BatchRows(self.group.row_group, layout)
+        self.gradients = BatchGradients(self.group.row_group, layout)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A forward and a backward of the model, of a micro-batch or of the whole batch."""
+
+    number: int
+    forward_at: int
+    """Micro-batch at whose forward in the schedule it runs forward."""
+    backward_at: int
+    batch: Any
+    num_samples: int
+    parts: Sequence[int]
+    """Micro-batches whose rows it uses."""
+
+
+@dataclass(eq=False, kw_only=True)
+class InFlightBatch(Fetched):
     """One in-flight batch of the pipeline."""
 
-    fetched: Fetched
     setting: Setting
     sizes_K: Sequence[int]
     micro_batches_K: Sequence[Any]
-    inputs: Mapping[str, ModuleInput] = field(default_factory=dict)
-    """Input of each interleaved module for the whole batch, by name."""
+    features_of: Mapping[str, KeyedJaggedTensor] = field(default_factory=dict)
+    """Features that each interleaved module looks up for the whole batch, by its name."""
+    shares_rows: bool = True
+    """Whether micro-batches may not run depth first, see :func:`.is_depth_first`."""
     any_data: AnyData | None = None
     """The all-reduce that asks whether any rank has data, if no header carries the answer."""
-    requests: list[RowRequest] = field(default_factory=list)
-    """The request of each module group."""
-    rows: list[BatchRows] = field(default_factory=list)
-    """The rows of each module group, after its request has ended."""
-    gradients: list[BatchGradients] = field(default_factory=list)
-    """The gradients of each module group, after its request has ended."""
+    groups: list[GroupBatch] = field(default_factory=list)
+    """The batch by module group, from its request on."""
     full_outputs: dict[str, FullBatchOutput | UnsplitOutput] = field(default_factory=dict)
     """Full-batch outputs by module name: outputs of non-interleaved modules, and weights that
     feature processors make for interleaved ones."""
     losses_K: dict[int, Any] = field(default_factory=dict)
     outputs_K: dict[int, Any] = field(default_factory=dict)
-    trained: set[str] = field(default_factory=set)
-    """Names of interleaved modules that received a gradient."""
-    gradients_of: set[tuple[str, int]] = field(default_factory=set)
-    """Modules and micro-batches of the gradients."""
-    shares_rows: bool = True
-    """Whether micro-batches may not run depth first, see :func:`.is_depth_first`."""
+    trained: set[tuple[str, int]] = field(default_factory=set)
+    """Interleaved modules that received a gradient, by name, and of which micro-batch."""
     is_whole: bool = False
     """Whether the model runs on the whole batch, although rows travel by micro-batch."""
     is_end: bool = False
     """Whether all ranks' data has ended: the batch trains nothing."""
-
-    @property
-    def batch(self) -> Any:
-        """The whole batch."""
-        return self.fetched.batch
-
-    @property
-    def context(self) -> TrainPipelineContext:
-        """TorchRec's pipeline context of the batch."""
-        return self.fetched.context
-
-    @property
-    def has_data(self) -> bool:
-        """Whether the batch comes from this rank's data."""
-        return self.fetched.has_data
 
     @property
     def num_samples(self) -> int:
@@ -84,70 +92,50 @@ class InFlightBatch:
         return [index for index, size in enumerate(self.sizes_K) if size] or [0]
 
     @property
-    def run_indices(self) -> Sequence[int]:
-        """Indices of the micro-batches that the model runs on."""
-        return [0] if self.is_whole else self.filled
+    def runs(self) -> Sequence[Run]:
+        """The runs of the model, in the order of their samples."""
+        if self.is_whole:
+            # from the first backward on gradients of rows are sent
+            return [Run(0, 0, self.order[0], self.batch, self.num_samples, self.filled)]
+        return [
+            Run(number, index, index, self.micro_batches_K[index], self.sizes_K[index], [index])
+            for number, index in enumerate(self.filled)
+        ]
 
     @property
-    def run_sizes(self) -> Sequence[int]:
-        """Samples of each run of the model."""
-        if self.is_whole:
-            return [self.num_samples]
-        return [self.sizes_K[index] for index in self.run_indices]
+    def order(self) -> Sequence[int]:
+        """Micro-batches in the order of the schedule's backwards.
 
-    def run_batch(self, run: int) -> Any:
-        """Returns the input of one run of the model, a position in :attr:`run_indices`."""
-        return self.batch if self.is_whole else self.micro_batches_K[self.run_indices[run]]
-
-    def runs_backward_at(self, index: int) -> bool:
-        """Whether a backward runs at the schedule's slot for one micro-batch.
-
-        The backward of a whole batch runs in the first backward slot: from there on gradients of
-        rows are sent.
+        At the last one all ranks reduce dense gradients and run backward of full-batch outputs,
+        also those whose micro-batch has no samples, so that all start collectives in one order.
         """
-        return index == self._order[0] if self.is_whole else index in self.run_indices
-
-    def is_last_slot(self, index: int) -> bool:
-        """Whether the schedule has no slot for a backward after that of one micro-batch.
-
-        All ranks reduce dense gradients and run backward of full-batch outputs there, also those
-        whose micro-batch has no samples, so that all start collectives in the same order.
-        """
-        return index == self._order[-1]
+        return backward_order(self.setting, self.shares_rows)
 
     @property
     def is_one_backward(self) -> bool:
         """Whether the model runs once, and dense gradients are reduced in its only backward."""
-        return self.is_whole or self.run_indices == [self._order[-1]]
-
-    @property
-    def _order(self) -> Sequence[int]:
-        return backward_order(self.setting, self.shares_rows)
+        return self.is_whole or self.filled == [self.order[-1]]
 
     def acquire(
-        self, run: int, name: str, number: int, group: int, weights: Tensor | None
+        self, run: Run, group_batch: GroupBatch, name: str, number: int
     ) -> list[tuple[PartRows, int]]:
         """Returns rows and samples of each micro-batch that a module uses in one run of the model.
 
-        ``run`` is a position in :attr:`run_indices`, ``number`` that of the module in its group.
-        Without per-sample weights for the whole batch it uses those of the batch.
+        ``number`` is the position of the module in its group.
         """
-        rows, gradients = self.rows[group], self.gradients[group]
-        # a run on the whole batch uses the rows of all micro-batches with samples, one after
-        # another; the last use of a micro-batch's rows may free them
-        indices = self.filled if self.is_whole else [self.filled[run]]
+        weights = self._weights_of(group_batch, name, number)
         parts = []
-        for index in indices:
-            sink = partial(self._take_gradients, name, gradients, number, index)
-            is_last = index == self.filled[-1]
-            part = rows.acquire(index, sink, weights, is_last=is_last, module=number)
+        for index in run.parts:
+            sink = partial(self._take_gradients, group_batch.gradients, name, number, index)
+            is_last = index == self.filled[-1]  # the last use of rows may free them
+            part = group_batch.rows.acquire(index, sink, weights, is_last=is_last, module=number)
             parts.append((part, self.sizes_K[index]))
         return parts
 
     def _take_gradients(
         self,
-        name: str,
         gradients: BatchGradients,
+        name: str,
         number: int,
         index: int,
         grads_M: Sequence[Tensor],
@@ -156,14 +144,13 @@ class InFlightBatch:
 
         If the model runs a module without gradients, or stops its gradients, this is not called.
         """
-        if (name, index) in self.gradients_of:
+        if (name, index) in self.trained:
             raise CompatError(
                 f"{name}: a second backward of one step reaches its tables, which TorchRec updates "
                 "in every backward; run one backward, of the sum of the losses, or use "
                 "TrainPipelineSparseDist with stock tables"
             )
-        self.gradients_of.add((name, index))
-        self.trained.add(name)
+        self.trained.add((name, index))
         gradients.add(index, grads_M, number)
 
     def forget(self) -> None:
@@ -171,49 +158,49 @@ class InFlightBatch:
         self.losses_K.clear()
         self.outputs_K.clear()
 
-    def weights_of(self, name: str, module: Any, rows: BatchRows, number: int) -> Tensor | None:
+    def _weights_of(self, group_batch: GroupBatch, name: str, number: int) -> Tensor | None:
         """Computes the whole batch's weights ``(N,)`` for a module with feature processors.
 
         The backward of each micro-batch adds to the gradient of the weights; the feature processors
         run backward once, with the sums. ``None`` = the module uses the weights of the batch.
         """
+        module = group_batch.group.modules[name]
         if not isinstance(module, ProcessedModule):
             return None
         if name not in self.full_outputs:
-            self.full_outputs[name] = self._whole(module.weights(rows, number), name)
+            self._keep_full(name, module.weights(group_batch.rows, number))
         weights: Tensor = self.full_outputs[name].part([self.num_samples], 0)
         return weights
 
-    def _whole(self, output: Any, name: str) -> FullBatchOutput | UnsplitOutput:
-        """Wraps a full-batch output; one run of the model needs no split of it."""
-        return (UnsplitOutput if self.is_one_backward else FullBatchOutput)(output, name)
+    def _keep_full(self, name: str, output: Any) -> None:
+        """Keeps a full-batch output; one run of the model needs no split of it."""
+        keep = UnsplitOutput if self.is_one_backward else FullBatchOutput
+        self.full_outputs[name] = keep(output, name)
 
     def compute_full_outputs(self, plain: Mapping[str, Any]) -> None:
         """Computes the non-interleaved modules once per batch. Collective."""
         for name, module in plain.items():
             if name not in self.full_outputs:
                 module.forward.set_context(self.context)
-                self.full_outputs[name] = self._whole(module.forward.whole_batch(), name)
+                self._keep_full(name, module.forward.whole_batch())
 
-    def full_batch_outputs(
-        self, groups: Sequence[ModuleGroup], plain: Mapping[str, Any]
-    ) -> dict[str, FullBatchOutput]:
+    def full_batch_outputs(self, plain: Mapping[str, Any]) -> dict[str, FullBatchOutput]:
         """Computes each pipelined module's output for the whole batch, without its graph.
 
-        Collective. The modules are those of ``groups``, and the non-interleaved ones, ``plain``.
+        Collective. The modules are those of all groups, and the non-interleaved ones, ``plain``.
         """
         self.compute_full_outputs(plain)
         outputs = {name: self.full_outputs[name].detached() for name in plain}
-        for group, rows in zip(groups, self.rows):
-            for number, (name, module) in enumerate(group.modules.items()):
-                weights = self.weights_of(name, module, rows, number)
+        for group_batch in self.groups:
+            for number, name in enumerate(group_batch.group.modules):
+                weights = self._weights_of(group_batch, name, number)
                 parts = []
                 with torch.no_grad():
                     for index in self.filled:
                         # the rows stay for the training step: no sink, and not the last use
-                        part = rows.acquire(index, _no_sink, weights, module=number)
+                        part = group_batch.rows.acquire(index, _no_sink, weights, module=number)
                         parts.append((part, self.sizes_K[index]))
-                    whole = group.output(name, parts).wait()
+                    whole = group_batch.group.output(name, parts).wait()
                 outputs[name] = FullBatchOutput(whole, name, always_leaves=True)
         return outputs
 

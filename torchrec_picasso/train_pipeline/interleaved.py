@@ -33,7 +33,7 @@ from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.model_parts import inner_model
-from torchrec_picasso.train_pipeline.operations import Program
+from torchrec_picasso.train_pipeline.operations import Operations, Program
 from torchrec_picasso.train_pipeline.options import (
     JoinOutputs,
     PipelineOptions,
@@ -43,7 +43,7 @@ from torchrec_picasso.train_pipeline.options import (
     refuse_overrides,
 )
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
-from torchrec_picasso.train_pipeline.regroup import replace_regroups, restore_regroups
+from torchrec_picasso.train_pipeline.rewrite import replace_regroups, restore_regroups
 from torchrec_picasso.train_pipeline.step_report import OnStep, StepWatch
 
 __all__ = ["InterleavedTrainPipeline"]
@@ -215,8 +215,6 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """The operations of a training step, in order."""
         return self._in_flight.schedule(self._cuts.current)
 
-    # -- TorchRec's contract -------------------------------------------------------------------
-
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Takes one step. Collective.
 
@@ -235,7 +233,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         is_training = self._model.training
         with self._in_flight.propagate_errors(self._batch_count), self._watch.measuring():
             inflight = self._take_step(dataloader_iter)
-            output: Out = self._options.join(list(inflight.outputs_K.values()), inflight.run_sizes)
+            sizes = [run.num_samples for run in inflight.runs]
+            output: Out = self._options.join(list(inflight.outputs_K.values()), sizes)
         inflight.forget()
         if is_training:
             self._watch.report(inflight, self.last_refresh)
@@ -337,6 +336,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             backward=lambda losses: self._backward(losses),
             step=lambda: self._optimizer_step(),
             zero_grad=lambda: self._optimizer.zero_grad(),
+            wait_plain=self.wait_sparse_data_dist,
             losses=Losses(self._options.loss_reduction),
         )
         try:
@@ -346,7 +346,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             raise
         found.join_splits()
         self._hot_sets.take(found.groups)
-        self._in_flight.work_with(found, program, self.wait_sparse_data_dist)
+        self._in_flight.work_with(Operations(program, found, self._id_stream))
         self._taken, self._regroups = found, replace_regroups(found.inner, self._device)
         self._lifecycle.change_to(State.ATTACHED)
 

@@ -20,21 +20,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.proof.dense_part import outside_of_sharded
 from torchrec_picasso.sharding.sharded_module import HotColdModule
-from torchrec_picasso.train_pipeline.module_group import ModuleInput, ScheduledModule
+from torchrec_picasso.train_pipeline.module_group import ScheduledModule
 from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 
 __all__ = [
     "as_scheduled",
-    "has_weights",
     "inner_model",
     "process_group_of",
-    "samples_of_input",
     "unpipelined_modules",
     "why_computed_once",
     "why_whole_batches",
@@ -130,23 +126,3 @@ def why_whole_batches(model: nn.Module, unpipelined: Mapping[str, str]) -> str |
             f"use num_micro_batches=1, or {' and '.join(cures)}"
         )
     return None
-
-
-def samples_of_input(given: ModuleInput) -> int | None:
-    """Counts the samples of a module's input; ``None`` = features have their own batch sizes."""
-    kjts = _kjts_in(given)
-    if any(kjt.variable_stride_per_key() for kjt in kjts):
-        return None
-    return max((kjt.stride() for kjt in kjts), default=None)
-
-
-def has_weights(given: ModuleInput) -> bool:
-    """Whether a module's input has per-sample weights."""
-    return any(kjt.weights_or_none() is not None for kjt in _kjts_in(given))
-
-
-def _kjts_in(given: ModuleInput) -> list[KeyedJaggedTensor]:
-    """Returns the features in a module's input."""
-    args, kwargs = given
-    values = [maybe_td_to_kjt(value, None) for value in (*args, *kwargs.values())]
-    return [value for value in values if isinstance(value, KeyedJaggedTensor)]

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torchrec.distributed.types import LazyAwaitable, LazyNoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.errors import CompatError
@@ -31,13 +30,10 @@ from torchrec_picasso.train_pipeline.variable_batch import (
     spread,
 )
 
-__all__ = ["ModuleGroup", "ModuleInput", "ScheduledModule", "group_modules"]
+__all__ = ["ModuleGroup", "ScheduledModule", "group_modules"]
 
 ScheduledModule = HotColdModule | ProcessedModule
 """Modules whose exchange a schedule can drive."""
-
-ModuleInput = tuple[Sequence[Any], Mapping[str, Any]]
-"""Arguments of a module's call, positional and by keyword."""
 
 
 class ModuleGroup:
@@ -48,23 +44,23 @@ class ModuleGroup:
 
     def __init__(self, modules: Mapping[str, ScheduledModule], *, is_odd: bool = False) -> None:
         self.modules = dict(modules)
-        self.rows = RowGroup.merged([module.group for module in modules.values()])
+        self.row_group = RowGroup.merged([module.group for module in modules.values()])
         self._is_odd = is_odd
 
     @property
     def num_waves(self) -> int:
         """Number of waves that its packs travel in if a schedule staggers them."""
-        return len(self.rows.plan.waves)
+        return len(self.row_group.plan.waves)
 
-    def check(self, inputs: Mapping[str, ModuleInput]) -> None:
+    def check(self, features_of: Mapping[str, KeyedJaggedTensor]) -> None:
         """Refuses what no header reports to other ranks: they must agree on it before the request.
 
         Raises CompatError on this rank alone.
         """
         weighted: dict[bool, list[str]] = {True: [], False: []}
         for name, module in self.modules.items():
-            features = _features_in(module, inputs[name])
-            self.rows.check(features)
+            features = features_of[name]
+            self.row_group.check(features)
             weighted[_is_weighted(module, features.weights_or_none() is not None)].append(name)
             if self._is_odd:
                 check_inverse_indices(features)
@@ -76,18 +72,20 @@ class ModuleGroup:
             )
 
     def request(
-        self, inputs: Mapping[str, ModuleInput], sizes_K: Sequence[int], has_data: bool
+        self,
+        features_of: Mapping[str, KeyedJaggedTensor],
+        sizes_K: Sequence[int],
+        has_data: bool,
     ) -> RowRequest:
-        """Starts to request the rows of a batch, from each module's input for it. Collective."""
-        modules = self.modules.values()
-        given = [_features_in(module, inputs[name]) for name, module in self.modules.items()]
-        validated = list(map(valid_features, given))
-        by_module = [self._features_of(module, kjt) for module, kjt in zip(modules, validated)]
+        """Starts to request the rows that a batch's features look up, by module. Collective."""
+        validated = [valid_features(features_of[name]) for name in self.modules]
+        pairs = zip(self.modules.values(), validated)
+        by_module = [self._features_of(module, features) for module, features in pairs]
         # VBE rows belong to no micro-batch
         sizes = None if self._is_odd else sizes_K
         with torch.no_grad():
-            ids = BatchIds.read(by_module, self.rows, sizes, has_data, validated)
-            return RowRequest(self.rows, ids)
+            ids = BatchIds.read(by_module, self.row_group, sizes, has_data, validated)
+            return RowRequest(self.row_group, ids)
 
     def _features_of(
         self, module: ScheduledModule, features: KeyedJaggedTensor
@@ -101,20 +99,14 @@ class ModuleGroup:
 
     def output(self, name: str, parts: Sequence[tuple[PartRows, int]]) -> LazyAwaitable[Any]:
         """Computes a module's output from the rows and numbers of samples of micro-batches."""
-        self.rows.check_unwritten()
+        self.row_group.check_unwritten()
         module = self.modules[name]
         compute = partial(spread, module) if self._is_odd else module.output
-        outputs = [compute(rows) for rows, _ in parts]
+        outputs = [compute(part) for part, _ in parts]
         if len(outputs) == 1:
             return outputs[0]
         sizes = [size for _, size in parts]
         return LazyNoWait(join_outputs([output.wait() for output in outputs], sizes))
-
-
-def _features_in(module: ScheduledModule, given: ModuleInput) -> KeyedJaggedTensor:
-    """Returns the features in a module's input, as TorchRec's pipeline does."""
-    args, kwargs = module.preprocess_input(*given)
-    return maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
 
 
 def _is_weighted(module: ScheduledModule, has_weights: bool) -> bool:

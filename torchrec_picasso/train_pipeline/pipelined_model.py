@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso._torchrec import (
     TrainPipelineContext,
@@ -18,23 +20,21 @@ from torchrec_picasso._torchrec import (
     start_data_dist,
 )
 from torchrec_picasso.batches.id_stream import IdStream
-from torchrec_picasso.batches.split import SPLIT_ADVICE, num_samples
-from torchrec_picasso.errors import CompatError, InputError
+from torchrec_picasso.batches.split import SPLIT_ADVICE, count_samples
+from torchrec_picasso.errors import CompatError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.proof.dense_part import without_a_trace
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.model_parts import (
     as_scheduled,
-    has_weights,
     inner_model,
     process_group_of,
-    samples_of_input,
     unpipelined_modules,
     why_computed_once,
     why_whole_batches,
 )
-from torchrec_picasso.train_pipeline.module_group import ModuleGroup, ModuleInput, group_modules
+from torchrec_picasso.train_pipeline.module_group import ModuleGroup, group_modules
 from torchrec_picasso.train_pipeline.rewrite import (
     InterleavedForward,
     Postprocs,
@@ -143,7 +143,7 @@ class PipelinedModel:
     @property
     def shares_rows(self) -> bool:
         """Whether micro-batches of any group use the same rows."""
-        return any(route.shares_rows for group in self.groups for route in group.rows.routes)
+        return any(route.shares_rows for group in self.groups for route in group.row_group.routes)
 
     @property
     def planned_micro_batches(self) -> int | None:
@@ -165,39 +165,52 @@ class PipelinedModel:
 
     def read(
         self, batch: Any, context: TrainPipelineContext
-    ) -> tuple[Mapping[str, ModuleInput], int]:
-        """Reads each interleaved module's input off a batch, and the number of samples.
+    ) -> tuple[Mapping[str, KeyedJaggedTensor], int]:
+        """Reads each interleaved module's features off a batch, and the number of samples.
 
         CompatError, on this rank alone, if features cannot be served, or have their own batch sizes
         (VBE), unlike those of the first batch.
         """
-        inputs = self._inputs_of(batch, context)
-        num_samples = _count(batch, inputs)
-        for name in _odd_modules(inputs, num_samples):
+        features_of, num_samples, odd = self._examined(batch, context)
+        for name in odd:
             if name not in self.look.odd:
                 raise CompatError(
                     f"{name}: {_ODD_BATCH}, and the first batch had not; give the pipeline such a "
                     "batch first, or use TorchRec's TrainPipelineSparseDist"
                 )
         for group in self.groups:
-            group.check(inputs)
-        return inputs, num_samples
+            group.check(features_of)
+        return features_of, num_samples
 
-    def _inputs_of(self, batch: Any, context: TrainPipelineContext) -> Mapping[str, ModuleInput]:
+    def _examined(
+        self, batch: Any, context: TrainPipelineContext
+    ) -> tuple[Mapping[str, KeyedJaggedTensor], int, list[str]]:
+        """Finds the modules' features, the number of samples (1 if unknown), and odd modules.
+
+        These have another number of samples, or a batch size per feature (VBE).
+        """
+        features_of = {}
         with self.postprocs.for_batch(context):
-            return {
-                name: module.forward.args.build_args_kwargs(batch)
-                for name, module in self.interleaved.items()
-            }
+            for name, module in self.interleaved.items():
+                args, kwargs = module.forward.args.build_args_kwargs(batch)
+                features_of[name] = maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
+        strides = {
+            name: None if features.variable_stride_per_key() else features.stride()
+            for name, features in features_of.items()
+        }
+        counts = (count_samples(batch), *strides.values())
+        num_samples = next((count for count in counts if count is not None), 1)
+        odd = [name for name, stride in strides.items() if stride != num_samples]
+        return features_of, num_samples, odd
 
     def was_written(self) -> bool:
         """Whether home rows were written from outside, on this rank."""
-        return any(group.rows.was_written() for group in self.groups)
+        return any(group.row_group.was_written() for group in self.groups)
 
     @property
     def num_changes(self) -> int:
         """Number of updates of all packs, and of writes taken over, by any driver of the tables."""
-        return sum(group.rows.num_changes for group in self.groups)
+        return sum(group.row_group.num_changes for group in self.groups)
 
     def check_forwards(self) -> None:
         """Refuses a model whose forwards another pipeline has replaced.
@@ -215,27 +228,24 @@ class PipelinedModel:
     def apply_writes(self) -> None:
         """Takes over what was written into home rows. Collective."""
         for group in self.groups:
-            group.rows.apply_writes()
+            group.row_group.apply_writes()
 
     def look_at(self, batch: Any, context: TrainPipelineContext, id_stream: IdStream) -> FirstLook:
         """Collects the facts about all ranks' first batches. Collective."""
         with id_stream.working():
             id_stream.take_batch(batch)
-            inputs = self._inputs_of(batch, context)
-            count = _count(batch, inputs)
-            odd = _odd_modules(inputs, count)
+            features_of, num_samples, odd = self._examined(batch, context)
             # one vector for one all-reduce: a flag per module (VBE), a flag per module (weights),
             # samples, and a flag for a batch without countable samples; the maximum joins each
-            own = [int(name in odd) for name in inputs]
-            own += [int(has_weights(given)) for given in inputs.values()]
-            own += [count, int(_count_samples(batch) is None)]
+            own = [int(name in odd) for name in features_of]
+            own += [int(each.weights_or_none() is not None) for each in features_of.values()]
+            own += [num_samples, int(count_samples(batch) is None)]
             most = torch.tensor(own, device=self.device)
             if self.pg.size() > 1:
                 dist.all_reduce(most, dist.ReduceOp.MAX, group=self.pg)
             *flags, most_samples, is_uncounted = most.tolist()
-        is_odd, is_weighted = flags[: len(inputs)], flags[len(inputs) :]
-        names = list(compress(inputs, is_odd))
-        weighted = list(compress(inputs, is_weighted))
+        names = list(compress(features_of, flags[: len(features_of)]))
+        weighted = list(compress(features_of, flags[len(features_of) :]))
         why_whole = None
         if names:
             why_whole = (
@@ -261,7 +271,8 @@ class PipelinedModel:
 
     def start_plain(self, inflight: InFlightBatch) -> None:
         """Starts the input dists of the non-interleaved modules, on the ids' stream. Collective."""
-        start_data_dist(list(self.plain.values()), inflight.batch, inflight.context)
+        with self.postprocs.for_batch(inflight.context):
+            start_data_dist(list(self.plain.values()), inflight.batch, inflight.context)
         self.join_splits()
 
     def join_splits(self) -> None:
@@ -311,7 +322,7 @@ def _how(group: ModuleGroup, name: str) -> str:
     others = [other for other in group.modules if other != name]
     if others:
         return f" in one exchange with {', '.join(others)}"
-    return f" in {group.num_waves} waves" if group.rows.is_staggered else ""
+    return f" in {group.num_waves} waves" if group.row_group.is_staggered else ""
 
 
 def _dist_forwards(module: nn.Module) -> list[Callable[..., Any]]:
@@ -322,25 +333,3 @@ def _dist_forwards(module: nn.Module) -> list[Callable[..., Any]]:
         for input_dist in getattr(inside, "_input_dists", [])
         if hasattr(input_dist, "_dist")
     ]
-
-
-def _count(batch: Any, inputs: Mapping[str, ModuleInput]) -> int:
-    """Counts the samples of a batch, by itself or by its modules' features; 1 if unknown."""
-    found = _count_samples(batch)
-    if found is None:
-        counts = (samples_of_input(given) for given in inputs.values())
-        found = next((count for count in counts if count is not None), 1)
-    return found
-
-
-def _odd_modules(inputs: Mapping[str, ModuleInput], num_samples: int) -> list[str]:
-    """Lists the modules with another number of samples, or a batch size per feature (VBE)."""
-    return [name for name, given in inputs.items() if samples_of_input(given) != num_samples]
-
-
-def _count_samples(batch: Any) -> int | None:
-    """Counts the samples of a batch; ``None`` = it has no countable samples."""
-    try:
-        return num_samples(batch)
-    except InputError:
-        return None

@@ -14,7 +14,6 @@ Shape letter: N lookups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,12 +49,6 @@ class ProcessedModule:
     def group(self) -> RowGroup:
         """The tables' rows."""
         return self._tables.group
-
-    def preprocess_input(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Returns the input unchanged: :meth:`features_of` preprocesses a copy instead."""
-        return args, kwargs
 
     def features_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Copies the features that the module looks up, in the order of its tables.

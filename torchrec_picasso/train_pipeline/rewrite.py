@@ -8,6 +8,10 @@ module that contains tables on proxies. Then they replace the forwards of
   batch and a table ("postprocs"). They run once, when ids are exchanged, and later return the same
   result to the model; :class:`Postprocs` gives a micro-batch its part of that result.
 
+On the CPU this package also replaces the forward of ``KTRegroupAsDict``, which regroups pooled
+columns for their consumers: FBGEMM's operator behind it takes tens of times as long as a copy, with
+130 fields more than all the rest of a step. :func:`regroup` concatenates the columns by name.
+
 A proxy cannot be a number, a condition or an iterable. Such a use ends in a Python error that names
 neither the tracer nor the model, so :func:`explained_tracing` adds the line and a remedy.
 """
@@ -19,15 +23,18 @@ import inspect
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import itemgetter
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.fx
 import torchrec
+from torch import Tensor, nn
 from torchrec.distributed.types import LazyAwaitable, LazyNoWait
+from torchrec.modules.regroup import KTRegroupAsDict
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_picasso._torchrec import (
     PipelinedForward,
@@ -37,10 +44,15 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.batches.split import reason_of, split_batch
 from torchrec_picasso.errors import CompatError, InputError
-from torchrec_picasso.schedule.schedule import Op
-from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 
-__all__ = ["InterleavedForward", "Postprocs", "explained_tracing"]
+__all__ = [
+    "InterleavedForward",
+    "Postprocs",
+    "explained_tracing",
+    "regroup",
+    "replace_regroups",
+    "restore_regroups",
+]
 
 
 class InterleavedForward(PipelinedForward):
@@ -104,15 +116,6 @@ class Postprocs:
 
     def __init__(self, modules: Sequence[PipelinedPostproc]) -> None:
         self._modules = list(modules)
-
-    def for_op(self, op: Op, inflight: InFlightBatch) -> AbstractContextManager[None]:
-        """The context of an operation of a schedule on a batch."""
-        if op.kind == "request":
-            return self.for_batch(inflight.context)
-        if op.kind == "forward" and op.index in inflight.run_indices:
-            run = inflight.run_indices.index(op.index)
-            return self.for_part(inflight.context, inflight.run_sizes, itemgetter(run))
-        return nullcontext()
 
     @contextmanager
     def for_batch(self, context: TrainPipelineContext) -> Iterator[None]:
@@ -190,3 +193,42 @@ def _is_library(filename: str) -> bool:
     if filename.startswith(_STDLIB) and "site-packages" not in filename:
         return True
     return filename.startswith((*_LIBRARIES, "<"))  # "<" marks generated code
+
+
+def replace_regroups(model: nn.Module, device: torch.device) -> list[KTRegroupAsDict]:
+    """Makes :func:`regroup` the forward of a CPU model's regrouping modules; returns these."""
+    if device.type != "cpu":
+        return []
+    replaced = [module for module in model.modules() if type(module) is KTRegroupAsDict]
+    for module in replaced:
+        module.forward = partial(regroup, module)
+    return replaced
+
+
+def restore_regroups(replaced: list[KTRegroupAsDict]) -> None:
+    """Restores the own forward of the modules, once: it empties their list."""
+    while replaced:
+        vars(replaced.pop()).pop("forward", None)
+
+
+def regroup(module: KTRegroupAsDict, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
+    """Concatenates columns ``(B, sum of D)`` by key: ``(B, columns of the group)`` each.
+
+    Inputs that the module may refuse are passed to the module itself.
+    """
+    columns: dict[str, Tensor] = {}
+    num_columns = 0
+    for keyed in keyed_tensors:
+        if keyed.key_dim() != 1:
+            return KTRegroupAsDict.forward(module, keyed_tensors)
+        found = keyed.to_dict()
+        columns |= found
+        num_columns += len(found)
+    groups = module._groups
+    # a name twice, an empty group or an unknown column: the module decides
+    if len(columns) != num_columns or not all(
+        group and columns.keys() >= set(group) for group in groups
+    ):
+        return KTRegroupAsDict.forward(module, keyed_tensors)
+    values = [torch.cat([columns[name] for name in group], dim=1) for group in groups]
+    return dict(zip(module._keys, module.embedding_cast(values)))

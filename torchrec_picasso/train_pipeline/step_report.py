@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchrec_picasso.exchange.waiting import WireTally, tallied
-from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.rows.refresher import Refreshed
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 
@@ -128,7 +127,7 @@ class StepWatch:
             num_samples=inflight.num_samples,
             exposed_s=self._tally.waited_s,
             sent_bytes=self._tally.sent_bytes,
-            coverage=_coverage(inflight.rows),
+            coverage=_coverage(inflight),
             peak_bytes=self._peak_bytes(),
             refreshed=refreshed,
         )
@@ -143,10 +142,9 @@ class StepWatch:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
 
 
-def _coverage(rows_by_group: Sequence[BatchRows]) -> float | None:
+def _coverage(inflight: InFlightBatch) -> float | None:
     """Share of hot rows among the distinct rows of a batch; ``None`` = no table has rows."""
-    packs = [
-        pack for rows in rows_by_group for pack in rows.layout.packs if pack.requests.sends_rows
-    ]
+    packs = [pack for each in inflight.groups for pack in each.rows.layout.packs]
+    packs = [pack for pack in packs if pack.requests.sends_rows]
     num_rows = sum(pack.num_rows for pack in packs)
     return sum(pack.hot_slots.numel() for pack in packs) / num_rows if num_rows else None

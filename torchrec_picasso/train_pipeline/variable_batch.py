@@ -104,7 +104,7 @@ class _PaddedRows(PartRows):
 class _SpreadBags(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
     """Pooled rows of VBE features, expanded to one row per sample: ``(B, sum of D)``.
 
-    The values of ``own`` are flat, feature by feature, ``rows_F`` rows each. The inverse index
+    The values of ``own`` are flat, feature by feature, ``strides_F`` rows each. The inverse index
     names each sample's row, counted within its feature; without it all features have the batch's
     samples, and nothing is expanded.
     """
@@ -112,20 +112,20 @@ class _SpreadBags(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
     def __init__(
         self,
         own: LazyAwaitable[KeyedTensor],
-        rows_F: Sequence[int],
+        strides_F: Sequence[int],
         row_of_sample_FB: Tensor | None,
     ) -> None:
         super().__init__()
         self._own = own
-        self._rows_F = rows_F
+        self._strides_F = strides_F
         self._row_of_sample_FB = row_of_sample_FB
 
     def _wait_impl(self) -> KeyedTensor:
-        own, rows_F, row_of_sample_FB = self._own.wait(), self._rows_F, self._row_of_sample_FB
+        own, strides_F, row_of_sample_FB = self._own.wait(), self._strides_F, self._row_of_sample_FB
         dims_F = own.length_per_key()
         if row_of_sample_FB is None:
             # flat -> (B, D) per feature -> (B, sum of D)
-            blocks_F = own.values().split([rows * dim for rows, dim in zip(rows_F, dims_F)])
+            blocks_F = own.values().split([rows * dim for rows, dim in zip(strides_F, dims_F)])
             values = torch.cat([block.view(-1, dim) for block, dim in zip(blocks_F, dims_F)], dim=1)
             return KeyedTensor(own.keys(), dims_F, values)
         num_samples = row_of_sample_FB.size(1)
@@ -134,7 +134,7 @@ class _SpreadBags(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
             inputs=own.values(),
             indices=keep_for_current_stream(row_of_sample_FB).reshape(-1),
             input_num_indices=[num_samples] * len(dims_F),
-            input_rows=rows_F,
+            input_rows=strides_F,
             input_columns=dims_F,
             permute_output_dim_0_1=True,
         )
