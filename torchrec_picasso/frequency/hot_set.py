@@ -76,9 +76,7 @@ def _per_table(
     return chosen
 
 
-def _most_frequent(
-    tables: Mapping[str, int], total: int, stats: FrequencyStats
-) -> dict[str, int]:
+def _most_frequent(tables: Mapping[str, int], total: int, stats: FrequencyStats) -> dict[str, int]:
     """Counts each table's rows among the most frequent ones of all tables; unseen rows follow."""
     seen = [stats.tables[name].counts_U for name in tables]
     table_U = torch.arange(len(seen)).repeat_interleave(torch.tensor([c.numel() for c in seen]))
