@@ -48,7 +48,9 @@ def select_hot_rows(
             "statistics; pass stats=FrequencyStats.collect(batches, model), or hot_rows as a dict "
             "{table: count}"
         )
-    counts = dict.fromkeys(tables, 0) if stats is None else _most_frequent(tables, hot_rows, stats)
+    counts = dict.fromkeys(tables, 0)
+    if stats is not None and hot_rows:
+        counts = _most_frequent(tables, int(hot_rows), stats)
     return _per_table(tables, counts, stats)
 
 
@@ -81,9 +83,9 @@ def _most_frequent(tables: Mapping[str, int], total: int, stats: FrequencyStats)
     seen = [stats.tables[name].counts_U for name in tables]
     table_U = torch.arange(len(seen)).repeat_interleave(torch.tensor([c.numel() for c in seen]))
     # counts of all tables in table order; a stable sort takes equal counts in order
-    first_U = torch.cat(seen).argsort(descending=True, stable=True)[: int(total)]
+    first_U = torch.cat(seen).argsort(descending=True, stable=True)[:total]
     counts = dict(zip(tables, table_U[first_U].bincount(minlength=len(seen)).tolist()))
-    missing = int(total) - first_U.numel()
+    missing = total - first_U.numel()
     for name, counts_U in zip(tables, seen):
         added = min(missing, tables[name] - counts_U.numel())
         counts[name] += added
