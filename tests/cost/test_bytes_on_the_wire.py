@@ -36,7 +36,6 @@ from torchrec_picasso import (
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.wire_meter import WireMeter
 from torchrec_picasso.cost.hot_cold import HotColdTotals, hot_cold_cost
-from torchrec_picasso.cost.table_work import BATCH_SHARES
 from torchrec_picasso.exchange.agreement import Flags
 
 DRIVERS: tuple[Driver, ...] = (None, (1, False), (1, True))
@@ -118,7 +117,7 @@ def _known_totals(world_size: int) -> HotColdTotals:
     return HotColdTotals(
         features=len(TABLES),
         cold=sum(cold.values()),
-        cold_elements_S=np.full(len(BATCH_SHARES), sum(cold[t.name] * t.dim for t in TABLES)),
+        cold_elements=sum(cold[t.name] * t.dim for t in TABLES),
         touched=sum(touched.values()),
         touched_elements=sum(touched[t.name] * t.dim for t in TABLES),
         hot=NUM_HOT * len(TABLES),

@@ -17,7 +17,7 @@ from torchrec_picasso.cost.hot_cold import (
 from torchrec_picasso.cost.local import DenseTimes, LocalCosts, SideCosts
 from torchrec_picasso.cost.step_price import StepPricer, _first_used, _shares
 from torchrec_picasso.cost.stock import stock_cost, stock_totals
-from torchrec_picasso.cost.table_work import BATCH_SHARES, TableLoad, TableWork
+from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
 
@@ -46,37 +46,34 @@ def network(gbytes_per_s: float = 0.1, *, core_ns: float = 0.0, **of: object) ->
     return dataclasses.replace(curves, wire_core_ns=core_ns, **of)  # type: ignore[arg-type]
 
 
-def test_rows_of_first_use_and_dirty_rows_agree_with_drawn_batches() -> None:
+def test_cold_and_dirty_rows_agree_with_drawn_batches() -> None:
     generator = torch.Generator().manual_seed(0)
     chance = zipf_counts(1.0)
-    trials, cold, dirty = 60, torch.zeros(4), torch.zeros(4)
+    trials, cold, dirty = 60, 0.0, 0.0
     for _ in range(trials):
         drawn = torch.multinomial(chance, 3 * BATCH, replacement=True, generator=generator)
-        before, batch = drawn[: 2 * BATCH].unique(), drawn[2 * BATCH :]
-        for place, share in enumerate(BATCH_SHARES):
-            rows = batch[: round(share * BATCH)].unique()
-            cold[place] += rows.numel() / trials
-            dirty[place] += torch.isin(rows, before).sum() / trials
+        before, rows = drawn[: 2 * BATCH].unique(), drawn[2 * BATCH :].unique()
+        cold += rows.numel() / trials
+        dirty += float(torch.isin(rows, before).sum()) / trials
     split = work().split(0)
-    assert split.cold_S.tolist() == pytest.approx(cold.tolist(), rel=0.04)
-    assert split.dirty_S.tolist() == pytest.approx(dirty.tolist(), rel=0.04)
+    assert split.cold_used == pytest.approx(cold, rel=0.04)
+    assert split.dirty == pytest.approx(dirty, rel=0.04)
 
 
-def test_hot_rows_are_neither_cold_nor_dirty_nor_early() -> None:
+def test_hot_rows_are_neither_cold_nor_dirty() -> None:
     few, many = work().split(10), work().split(200)
-    assert many.dirty_S[-1] < few.dirty_S[-1] < work().split(0).dirty_S[-1]
-    assert (many.cold_S < few.cold_S).all()
-    assert work().split(ROWS).cold_S == pytest.approx(0, abs=1e-6)
+    assert many.dirty < few.dirty < work().split(0).dirty
+    assert many.cold_used < few.cold_used
+    assert work().split(ROWS).cold_used == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("num_parts", NUM_MICRO_BATCHES)
 def test_chunks_add_up_and_the_first_is_small_in_samples_only(num_parts: int) -> None:
-    totals = HotColdTotals.from_table(work(), 0)
-    chunks = _first_used(num_parts, totals.cold_elements_S)
-    assert sum(chunks) == pytest.approx(totals.cold_elements)
+    chunks = _first_used(num_parts)
+    assert sum(chunks) == pytest.approx(1)
     assert min(chunks) > 0
     if num_parts > 1:  # rows repeat, so the first samples bring more new rows than others
-        assert chunks[0] / totals.cold_elements > _shares(num_parts)[0]
+        assert chunks[0] > _shares(num_parts)[0]
     assert sum(_shares(num_parts)) == pytest.approx(1)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,6 @@ import numpy as np
 
 from torchrec_picasso.cost.local import DenseTimes, LocalCosts, non_negative_least_squares
 from torchrec_picasso.errors import PicassoError, PlanError
-from torchrec_picasso.rules import shown, value_problems
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,8 @@ _FORMAT_VERSION = 1
 _BYTES_PER_MS_TO_GB_PER_S = 1e-6
 _ASSUMED_CORE_NS = 1.0
 """CPU time to send and receive a byte through sockets on one core of a server CPU, nanoseconds."""
-_BOUNDS = {"at_least": 0, "at_most": 1e18}  # far beyond any time or number of bytes
+_LARGEST = 1e18  # far beyond any time or number of bytes
+_LONGEST_SHOWN = 200
 _FORMER_FIELDS = ("levels", "median_error", "worst_error")
 """Fields of files of earlier versions that nothing reads."""
 _HINT = "create it with `torchrec-picasso calibrate` or CommCurves.measure(pg).to_json(path)"
@@ -281,7 +282,7 @@ class CommCurves:
             version = document.pop("format_version")
             if version != _FORMAT_VERSION:
                 raise PicassoError(
-                    f"format version {shown(version)}, expected {_FORMAT_VERSION}; "
+                    f"format version {_shown(version)}, expected {_FORMAT_VERSION}; "
                     "measure again with this release"
                 )
             curves: CommCurves = read(CommCurves, document, "curves")
@@ -289,7 +290,7 @@ class CommCurves:
         except PicassoError as error:
             raise PicassoError(f"{source} does not contain curves: {error}; {_HINT}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {shown(str(error))}"
+            reason = f"{type(error).__name__}: {_shown(str(error))}"
             raise PicassoError(f"{source} does not contain curves ({reason}); {_HINT}") from error
 
 
@@ -305,26 +306,86 @@ def read(kind: Any, value: Any, place: str) -> Any:
     arms = get_args(kind)
     nested: Any = next((arm for arm in (kind, *arms) if is_dataclass(arm)), None)
     if nested is None or (value is None and types.NoneType in arms):
-        for problem in value_problems(value, kind, _BOUNDS):
-            raise PicassoError(f"{place}: {problem}")
-        return _with_tuples(value)
+        return _plain(kind, value, place)
     if not isinstance(value, Mapping):
-        raise PicassoError(f"{place}: expected a mapping, got {shown(value)}")
+        raise PicassoError(f"{place}: expected a mapping, got {_shown(value)}")
     if get_origin(kind) is Mapping:
         return {name: read(nested, item, f"{place}.{name}") for name, item in value.items()}
     hints = get_type_hints(nested)
-    fields = {}
-    for name, item in value.items():
-        if name in hints:
-            fields[name] = read(hints[name], item, f"{place}.{name}")
-        elif name not in _FORMER_FIELDS:
-            raise PicassoError(f"{place}.{shown(name, quoted=False)} is unknown")
+    unknown = value.keys() - hints.keys() - {*_FORMER_FIELDS}
+    if unknown:
+        raise PicassoError(f"{place}.{_shown(min(unknown))[1:-1]} is unknown")
+    known = {name: item for name, item in value.items() if name in hints}
+    fields = {name: read(hints[name], item, f"{place}.{name}") for name, item in known.items()}
     try:
         return nested(**fields)
     except TypeError as error:
         raise PicassoError(f"{place} lacks a field ({error})") from error
 
 
-def _with_tuples(value: Any) -> Any:
-    """Converts the lists of a JSON value to tuples, at any depth."""
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+_Check = Callable[[Any], bool]
+
+
+def _is(*kinds: type) -> _Check:
+    return lambda value: type(value) in kinds  # a bool is no number
+
+
+def _is_list(*is_item: _Check) -> _Check:
+    """Checks a list of any length of one kind of item, or with one check per item."""
+    one = len(is_item) == 1
+    return lambda value: (
+        isinstance(value, (list, tuple))
+        and (one or len(value) == len(is_item))
+        and all(check(item) for check, item in zip(is_item * len(value) if one else is_item, value))
+    )
+
+
+_PLAIN: Mapping[Any, tuple[str, _Check]] = {
+    int: ("a whole number", _is(int)),
+    float: ("a number", _is(int, float)),
+    bool: ("true or false", _is(bool)),
+    str: ("text", _is(str)),
+    float | None: ("a number or null", _is(int, float, types.NoneType)),
+    DenseTimes | None: ("a mapping or null", _is(types.NoneType)),
+    tuple[int, ...]: ("a list, each item a whole number", _is_list(_is(int))),
+    tuple[float, ...]: ("a list, each item a number", _is_list(_is(int, float))),
+    tuple[tuple[int, float, float], ...]: (
+        "a list, each item a list of a whole number and two numbers",
+        _is_list(_is_list(_is(int), _is(int, float), _is(int, float))),
+    ),
+    Mapping[str, str | int]: (
+        "a mapping from text to text or whole numbers",
+        lambda value: isinstance(value, Mapping) and all(map(_is(str, int), value.values())),
+    ),
+}
+"""Spelling and check of each type of a field that is no dataclass."""
+
+
+def _plain(kind: Any, value: Any, place: str) -> Any:
+    """Checks a value without dataclasses, and converts lists to tuples."""
+    spelled, fits = _PLAIN[kind]
+    if not fits(value):
+        raise PicassoError(f"{place}: expected {spelled}, got {_shown(value)}")
+    if isinstance(value, Mapping):
+        return {name: _in_range(item, place) for name, item in value.items()}
+    return _in_range(value, place)
+
+
+def _in_range(value: Any, place: str) -> Any:
+    """Checks all numbers in a value."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_in_range(item, place) for item in value)
+    if isinstance(value, (int, float)):
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise PicassoError(f"{place}: expected a number of 64 bits at most")
+        if not math.isfinite(value):
+            raise PicassoError(f"{place}: expected a finite number, got {value}")
+        if not 0 <= value <= _LARGEST:
+            bound = "at least 0" if value < 0 else f"at most {_LARGEST}"
+            raise PicassoError(f"{place}: expected {bound}, got {value}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."

@@ -2,22 +2,19 @@
 
 All tables of a module share five collectives per step: header, ids, rows, gradients, and the
 all-reduce of hot rows' gradients.
-
-Shape letters: S first shares of a batch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from dataclasses import dataclass, replace
+from functools import reduce
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalCosts, LocalWork
-from torchrec_picasso.cost.step_cost import StepCost, sum_fields
-from torchrec_picasso.cost.table_work import BATCH_SHARES, TableWork
+from torchrec_picasso.cost.step_cost import StepCost, Summable
+from torchrec_picasso.cost.table_work import TableWork
 from torchrec_picasso.placement import Form
 
 __all__ = [
@@ -39,17 +36,12 @@ _COPY_NS = 2.4
 _PACK_MS = 0.5  # per pack, in forward and again in backward
 
 
-def _zeros() -> np.ndarray:
-    return np.zeros(len(BATCH_SHARES))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class HotColdTotals:
+@dataclass(frozen=True, kw_only=True)
+class HotColdTotals(Summable):
     """Expected work of one step on one rank, summed over the tables of one exchange.
 
     An owner-pooled table counts only in ``features``, ``updated``, ``rows`` and the fields of bags.
-    Fields named ``*_elements`` are numbers of rows, lookups or bags times dim; those of shape
-    ``(S,)`` belong to the shares of the batch in ``table_work.BATCH_SHARES``.
+    Fields named ``*_elements`` are numbers of rows, lookups or bags times dim.
     """
 
     features: float = 0.0
@@ -58,6 +50,8 @@ class HotColdTotals:
     unique: float = 0.0  # distinct rows of the rank's batch
     unique_elements: float = 0.0
     cold: float = 0.0  # distinct cold rows of the rank's batch
+    cold_elements: float = 0.0
+    dirty_elements: float = 0.0  # of the cold rows that the batch before updates
     updated: float = 0.0  # home rows that the rank updates: distinct over all ranks' batches
     touched: float = 0.0  # hot rows in any rank's batch
     touched_elements: float = 0.0
@@ -67,13 +61,6 @@ class HotColdTotals:
     bag_elements: float = 0.0
     bag_lookups: float = 0.0
     bag_lookup_elements: float = 0.0
-    cold_elements_S: np.ndarray = field(default_factory=_zeros)
-    dirty_elements_S: np.ndarray = field(default_factory=_zeros)  # updated by the batch before
-
-    @property
-    def cold_elements(self) -> float:
-        """Elements of the cold rows of the rank's batch."""
-        return float(self.cold_elements_S[-1])
 
     @staticmethod
     def from_table(work: TableWork, num_hot: float, form: Form = "rows") -> HotColdTotals:
@@ -98,19 +85,19 @@ class HotColdTotals:
             unique=work.unique,
             unique_elements=work.unique * load.dim,
             cold=split.cold_used,
+            cold_elements=split.cold_used * load.dim,
+            dirty_elements=split.dirty * load.dim,
             updated=split.cold_touched / work.world_size,
             touched=split.hot_touched,
             touched_elements=split.hot_touched * load.dim,
             hot=num_hot,
             rows=load.num_embeddings,
-            cold_elements_S=split.cold_S * load.dim,
-            dirty_elements_S=split.dirty_S * load.dim,
         )
 
 
 def sum_hot_cold(tables: Iterable[HotColdTotals]) -> HotColdTotals:
     """Sums the work of tables."""
-    return sum_fields(HotColdTotals(), tables)
+    return reduce(HotColdTotals.plus, tables, HotColdTotals())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,7 @@ class PhaseCost:
 
     def ms(self, work: LocalWork) -> float:
         """Returns the milliseconds of the phase."""
-        return sum(getattr(self, term) * x for term, x in zip(_TERMS, work.terms()))
+        return sum(self.split_ms(work))
 
     def split_ms(self, work: LocalWork) -> tuple[float, float, float]:
         """Returns the milliseconds per call, for lookups, and for rows; page faults count for

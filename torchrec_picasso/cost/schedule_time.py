@@ -9,7 +9,7 @@ steps are simulated, so that work and messages that overlap with the next step a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -172,15 +172,13 @@ class _Machine:
 @cache
 def _awaited(schedule: Schedule) -> list[tuple[_Slot, ...]]:
     """Lists the messages that each operation of a training step waits for."""
-    return [_awaited_by(op, schedule.ops) for op in schedule]
 
+    def is_awaited(op: Op, sent: Op) -> bool:
+        is_early = None in (op.index, sent.index) or (sent.index or 0) <= (op.index or 0)
+        is_own = None in (op.wave, sent.wave) or op.wave == sent.wave
+        return sent.kind in _WAITS.get(op.kind, ()) and is_early and is_own
 
-def _awaited_by(op: Op, ops: Sequence[Op]) -> tuple[_Slot, ...]:
-    found = []
-    for kind in _WAITS.get(op.kind, ()):
-        for other in ops:
-            is_early = op.index is None or other.index is None or other.index <= op.index
-            is_own = None in (op.wave, other.wave) or op.wave == other.wave
-            if other.kind == kind and is_early and is_own:
-                found.append((kind, other.index or 0, other.wave))
-    return tuple(found)
+    return [
+        tuple((sent.kind, sent.index or 0, sent.wave) for sent in schedule if is_awaited(op, sent))
+        for op in schedule
+    ]

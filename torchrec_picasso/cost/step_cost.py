@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["StepCost", "sum_fields"]
+__all__ = ["StepCost", "Summable"]
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound="Summable")
+
+
+class Summable:
+    """Base of dataclasses of numbers, or of numbers by name, that are summed field by field."""
+
+    def plus(self: _T, other: _T, times: float = 1.0) -> _T:
+        """Adds ``times`` the other one; ``times=-1`` subtracts it."""
+        sums: dict[str, Any] = {}
+        for name, own in vars(self).items():
+            added = getattr(other, name)
+            if isinstance(own, Mapping):
+                keys = {**own, **added}
+                sums[name] = {key: own.get(key, 0.0) + times * added.get(key, 0.0) for key in keys}
+            else:
+                sums[name] = own + times * added
+        return type(self)(**sums)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepCost:
+class StepCost(Summable):
     """Predicted cost of the embedding part of one step on the busiest rank, without overlap."""
 
     input_dist_ms: float = 0.0  # exchange of ids: communication and local work
@@ -44,25 +60,3 @@ class StepCost:
     def total_bytes(self) -> float:
         """Bytes that a rank sends per step, mean over ranks."""
         return sum(self.sent_bytes.values())
-
-    def plus(self, other: StepCost, times: float = 1.0) -> StepCost:
-        """Adds ``times`` another cost; ``times=-1`` subtracts it."""
-        changed: dict[str, Any] = {
-            name: getattr(self, name) + times * getattr(other, name)
-            for name in vars(self)
-            if name != "sent_bytes"
-        }
-        sent = dict(self.sent_bytes)
-        for name, num_bytes in other.sent_bytes.items():
-            sent[name] = sent.get(name, 0.0) + times * num_bytes
-        return StepCost(**changed, sent_bytes=sent)
-
-
-def sum_fields(zero: _T, items: Iterable[_T]) -> _T:
-    """Sums dataclasses of numbers field by field, in the given order, starting at ``zero``."""
-    found = list(items)
-    names = [field.name for field in fields(zero)]  # type: ignore[arg-type]
-    sums: dict[str, Any] = {
-        name: sum((getattr(item, name) for item in found), getattr(zero, name)) for name in names
-    }
-    return replace(zero, **sums)  # type: ignore[type-var]

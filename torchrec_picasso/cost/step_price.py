@@ -6,7 +6,7 @@ and the schedule is simulated (:mod:`.schedule_time`). Stock tables in the same 
 once per batch, and nothing hides their exchanges of rows and gradients. A model without hot/cold
 tables runs under TorchRec's ``TrainPipelineSparseDist``, which hides only the exchange of ids.
 
-Shape letters: K micro-batches, S first shares of a batch.
+Shape letters: K micro-batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes, exchan
 from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.cost.schedule_time import Message, OpTime, StepPrice, step_price
 from torchrec_picasso.cost.step_cost import StepCost
-from torchrec_picasso.cost.table_work import BATCH_SHARES
 from torchrec_picasso.schedule.schedule import Setting, backward_order
 from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
 
@@ -36,6 +35,8 @@ pooling run once more, and every feature is split. On one core 26 features took 
 _LAYOUT_SHARE = 1 / 3
 """Share of the layout, which follows the exchange of ids, in the local work on ids."""
 _MARK_BYTES = 1
+_FIRST_USE_EXPONENT = 0.8
+"""The number of distinct rows grows about like this power of the samples."""
 
 
 class StepPricer:
@@ -139,8 +140,9 @@ class _Interleaved:
         # shares of all received elements by chunk; bags are spread like samples, and always dirty
         self._shares_K = _shares(num_parts)
         bags_K = np.array(self._shares_K) * totals.bag_elements
-        self._sent_K = (_first_used(num_parts, totals.cold_elements_S) + bags_K) / elements
-        self._dirty_K = (_first_used(num_parts, totals.dirty_elements_S) + bags_K) / elements
+        used_K = _first_used(num_parts)
+        self._sent_K = (totals.cold_elements * used_K + bags_K) / elements
+        self._dirty_K = (totals.dirty_elements * used_K + bags_K) / elements
 
     def times(self) -> dict[tuple[str, int | None], OpTime]:
         """Returns the times of each operation, by kind and index."""
@@ -225,12 +227,6 @@ def _shares(num_parts: int) -> tuple[float, ...]:
     return tuple(size / samples for size in micro_batch_sizes(samples, num_parts))
 
 
-def _first_used(num_parts: int, elements_S: np.ndarray) -> np.ndarray:
-    """Returns the elements that each micro-batch is the first to use, shape ``(K,)``, from the
-    elements in each of :data:`BATCH_SHARES` of the batch."""
-    if elements_S[-1] <= 0:
-        return np.zeros(num_parts)
-    # log-log interpolation: the number of distinct rows grows about like a power of the samples
-    ends_K = np.log(np.cumsum(_shares(num_parts)))
-    log_used_K = np.interp(ends_K, np.log(BATCH_SHARES), np.log(np.maximum(elements_S, 1e-12)))
-    return np.diff(np.exp(log_used_K), prepend=0.0)
+def _first_used(num_parts: int) -> np.ndarray:
+    """Returns the share of the batch's rows that each micro-batch is the first to use."""
+    return np.diff(np.cumsum(_shares(num_parts)) ** _FIRST_USE_EXPONENT, prepend=0.0)

@@ -13,15 +13,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalWork
-from torchrec_picasso.cost.step_cost import StepCost, sum_fields
+from torchrec_picasso.cost.step_cost import StepCost, Summable
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 
 __all__ = [
-    *("STOCK_TYPES", "StockTotals", "marginal_stock_costs", "max_over_mean", "placed_over_mean"),
+    *("STOCK_TYPES", "StockTotals", "marginal_stock_costs", "max_over_mean"),
     *("stock_cost", "stock_totals"),
 ]
 
@@ -36,7 +36,7 @@ _DENSE_UPDATE_PASSES = 3  # over the whole table: zero, write and apply the grad
 
 
 @dataclass(frozen=True, kw_only=True)
-class StockTotals:
+class StockTotals(Summable):
     """Expected work of one step on one rank, summed over tables of one stock sharding type.
 
     Fields named ``*_elements`` are numbers of lookups, bags or rows times dim.
@@ -50,10 +50,6 @@ class StockTotals:
     rows: float = 0.0  # distinct rows over all ranks' batches that the rank updates
     row_elements: float = 0.0
     table_elements: float = 0.0
-
-    def minus(self, other: StockTotals) -> StockTotals:
-        """Subtracts other totals, field by field."""
-        return StockTotals(**{name: n - getattr(other, name) for name, n in vars(self).items()})
 
     @staticmethod
     def from_table(sharding_type: str, work: TableWork) -> StockTotals:
@@ -80,7 +76,7 @@ class StockTotals:
 def stock_totals(sharding_type: str, works: Iterable[TableWork]) -> StockTotals:
     """Sums the work of tables of one sharding type."""
     own = (StockTotals.from_table(sharding_type, work) for work in works)
-    return sum_fields(StockTotals(), own)
+    return reduce(StockTotals.plus, own, StockTotals())
 
 
 def stock_cost(
@@ -145,7 +141,7 @@ def marginal_stock_costs(
     totals = stock_totals(sharding_type, works)
     own = [StockTotals.from_table(sharding_type, work) for work in works]
     all_tables = cost(totals)
-    return [all_tables.plus(cost(totals.minus(table)), -1.0) for table in own]
+    return [all_tables.plus(cost(totals.plus(table, -1.0)), -1.0) for table in own]
 
 
 def _data_parallel(totals: StockTotals, curves: CommCurves, world_size: int) -> StepCost:
@@ -172,32 +168,30 @@ def _data_parallel(totals: StockTotals, curves: CommCurves, world_size: int) -> 
     )
 
 
-def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: int) -> float:
-    """Estimates the load of the busiest rank divided by the mean, largest shards placed first."""
-    if sharding_type not in ("table_wise", "column_wise"):
-        return 1.0
-    weights: list[float] = []
-    for load in loads:
-        shards = _column_shards(load, world_size) if sharding_type == "column_wise" else 1
-        weights += [load.bags * load.dim / shards] * shards
-    # greedy: each shard goes to the rank with the smallest load, the top of the heap
+def max_over_mean(
+    sharding_type: str,
+    loads: Sequence[TableLoad],
+    world_size: int,
+    homes: Sequence[int] | None = None,
+) -> float:
+    """Computes the load of the busiest rank divided by the mean.
+
+    ``homes`` has the rank of each whole table; ``None`` = the largest shards are placed first.
+    """
     rank_loads = [0.0] * world_size
-    for weight in sorted(weights, reverse=True):
-        heapq.heapreplace(rank_loads, rank_loads[0] + weight)
-    return _busiest_over_mean(rank_loads)
-
-
-def placed_over_mean(loads: Sequence[TableLoad], homes: Sequence[int], world_size: int) -> float:
-    """Computes the load of the busiest rank divided by the mean for placed whole tables."""
-    rank_loads = [0.0] * world_size
-    for load, home in zip(loads, homes):
-        rank_loads[home] += load.bags * load.dim
-    return _busiest_over_mean(rank_loads)
-
-
-def _busiest_over_mean(rank_loads: Sequence[float]) -> float:
+    if sharding_type == "table_wise" and homes is not None:
+        for load, home in zip(loads, homes):
+            rank_loads[home] += load.bags * load.dim
+    elif sharding_type in ("table_wise", "column_wise"):
+        weights: list[float] = []
+        for load in loads:
+            shards = _column_shards(load, world_size) if sharding_type == "column_wise" else 1
+            weights += [load.bags * load.dim / shards] * shards
+        # greedy: each shard goes to the rank with the smallest load, the top of the heap
+        for weight in sorted(weights, reverse=True):
+            heapq.heapreplace(rank_loads, rank_loads[0] + weight)
     total = sum(rank_loads)
-    return max(rank_loads) * len(rank_loads) / total if total else 1.0
+    return max(rank_loads) * world_size / total if total else 1.0
 
 
 def _column_shards(load: TableLoad, world_size: int) -> int:

@@ -5,7 +5,7 @@ each number of hot rows is then an interpolation. Hot rows are evaluated on the 
 were selected from, so with many hot rows the number of cold rows is a few percent too low.
 
 Shape letters: K distinct counts, descending: the most frequent rows come first; Q summed
-quantities; S first shares of a batch.
+quantities.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ import numpy as np
 
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 
-__all__ = ["BATCH_SHARES", "HotSplit", "TableLoad", "TableWork"]
-
-BATCH_SHARES = (1 / 46, 1 / 10, 1 / 3, 1.0)
-"""First shares of a batch with a known number of rows: the first micro-batch of 16 micro-batches,
-of 4, a larger share, and the whole batch."""
+__all__ = ["HotSplit", "TableLoad", "TableWork"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +50,8 @@ class HotSplit:
     coverage: float  # share of lookups of hot rows
     hot_touched: float  # hot rows in any rank's batch
     cold_touched: float  # cold rows in any rank's batch
-    cold_S: np.ndarray  # cold rows in each of BATCH_SHARES of one rank's batch
-    dirty_S: np.ndarray  # those that are also in any rank's batch before
-
-    @property
-    def cold_used(self) -> float:
-        """Cold rows in one rank's batch."""
-        return float(self.cold_S[-1])
+    cold_used: float  # cold rows in one rank's batch
+    dirty: float  # those that are also in any rank's batch before
 
 
 class TableWork:
@@ -91,10 +82,8 @@ class TableWork:
         # a row is used if it is in a rank's batch, touched if it is in any rank's batch, and dirty
         # if this batch uses it and, independently, the batch before touched it
         touched_K = chances(all_lookups)
-        used_SK = [chances(share * load.lookups) for share in BATCH_SHARES]
-        self.used_K = used_SK[-1]
-        dirty_SK = [used_K * touched_K for used_K in used_SK]
-        by_rows_QK = [share_K / self.rows_K, touched_K, *used_SK, *dirty_SK]
+        self.used_K = chances(load.lookups)
+        by_rows_QK = [share_K / self.rows_K, touched_K, self.used_K, self.used_K * touched_K]
         # sums over the most frequent rows: a row of zeros, then one row of sums per distinct count
         self._end_K = np.concatenate([[0.0], self.rows_K.cumsum()])
         self._sums_KQ = np.zeros((self._end_K.size, len(by_rows_QK)))
@@ -103,7 +92,7 @@ class TableWork:
     @property
     def unique(self) -> float:
         """Expected distinct rows of one rank's batch."""
-        return float(self._sums_KQ[-1, 1 + len(BATCH_SHARES)]) + self._unseen_used
+        return float(self._sums_KQ[-1, 2]) + self._unseen_used
 
     @property
     def unique_anywhere(self) -> float:
@@ -114,13 +103,12 @@ class TableWork:
         """Computes the expected rows of a step in which the most frequent rows are hot."""
         hot_Q = self._sums_of_first(num_hot)
         cold_Q = np.maximum(self._sums_KQ[-1] - hot_Q, 0.0)
-        cold_S, dirty_S = np.split(cold_Q[2:], 2)
         return HotSplit(
             coverage=float(hot_Q[0]),
             hot_touched=float(hot_Q[1]),
             cold_touched=float(cold_Q[1]) + self._unseen_touched,
-            cold_S=cold_S + np.array(BATCH_SHARES) * self._unseen_used,
-            dirty_S=dirty_S,
+            cold_used=float(cold_Q[2]) + self._unseen_used,
+            dirty=float(cold_Q[3]),
         )
 
     def _sums_of_first(self, num_hot: float) -> np.ndarray:

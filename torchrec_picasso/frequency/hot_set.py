@@ -48,9 +48,10 @@ def select_hot_rows(
             "statistics; pass stats=FrequencyStats.collect(batches, model), or hot_rows as a dict "
             "{table: count}"
         )
-    if stats is None or not hot_rows:
-        return {name: torch.empty(0, dtype=torch.int64) for name in tables}
-    return _over_all_tables(tables, int(hot_rows), stats)
+    counts = dict.fromkeys(tables, 0)
+    if stats is not None and hot_rows:
+        counts = _most_frequent(tables, int(hot_rows), stats)
+    return _per_table(tables, counts, stats)
 
 
 def _per_table(
@@ -77,22 +78,19 @@ def _per_table(
     return chosen
 
 
-def _over_all_tables(
-    tables: Mapping[str, int], total: int, stats: FrequencyStats
-) -> dict[str, Tensor]:
-    # counts of all tables, concatenated in table order; a stable sort takes equal counts in order
-    counts_U = torch.cat([stats.tables[name].counts_U for name in tables])
-    is_hot_U = torch.zeros(counts_U.numel(), dtype=torch.bool)
-    is_hot_U[counts_U.argsort(descending=True, stable=True)[:total]] = True
-    chosen, start, missing = {}, 0, max(0, total - counts_U.numel())
-    for name, num_rows in tables.items():
-        seen = stats.tables[name].rows_U
-        hot = seen[is_hot_U[start : start + seen.numel()]]
-        unseen = _first_unseen(seen, num_rows, missing)
-        chosen[name] = torch.cat([hot, unseen]).sort().values
-        start += seen.numel()
-        missing -= unseen.numel()
-    return chosen
+def _most_frequent(tables: Mapping[str, int], total: int, stats: FrequencyStats) -> dict[str, int]:
+    """Counts each table's rows among the most frequent ones of all tables; unseen rows follow."""
+    seen = [stats.tables[name].counts_U for name in tables]
+    table_U = torch.arange(len(seen)).repeat_interleave(torch.tensor([c.numel() for c in seen]))
+    # counts of all tables in table order; a stable sort takes equal counts in order
+    first_U = torch.cat(seen).argsort(descending=True, stable=True)[:total]
+    counts = dict(zip(tables, table_U[first_U].bincount(minlength=len(seen)).tolist()))
+    missing = total - first_U.numel()
+    for name, counts_U in zip(tables, seen):
+        added = min(missing, tables[name] - counts_U.numel())
+        counts[name] += added
+        missing -= added
+    return counts
 
 
 def _first_unseen(seen: Tensor, num_rows: int, count: int) -> Tensor:

@@ -28,7 +28,6 @@ from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.stock import (
     marginal_stock_costs,
     max_over_mean,
-    placed_over_mean,
     stock_cost,
     stock_totals,
 )
@@ -185,10 +184,8 @@ def price_plan(
 
     def uneven(kind: str, tables: Sequence[int]) -> float:
         """Returns the load of the busiest rank divided by the mean."""
-        loads = [works[i].load for i in tables]
-        if homes is None or kind != "table_wise":
-            return max_over_mean(kind, loads, world_size)
-        return placed_over_mean(loads, [homes[i] for i in tables], world_size)
+        placed = None if homes is None or kind != "table_wise" else [homes[i] for i in tables]
+        return max_over_mean(kind, [works[i].load for i in tables], world_size, placed)
 
     totals = sum_hot_cold(
         HotColdTotals.from_table(works[i], num_hot.get(i, 0), forms[i]) for i in hot_cold
