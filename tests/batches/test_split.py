@@ -25,11 +25,7 @@ from tests.train_pipeline.batches import (
     kjts,
     sizes_of_parts,
 )
-from torchrec_picasso.batches.split import (
-    micro_batch_sizes,
-    num_samples,
-    split_batch,
-)
+from torchrec_picasso.batches.split import micro_batch_sizes, num_samples, split_batch
 from torchrec_picasso.errors import CompatError, InputError
 
 INTEGERS = st.sampled_from([torch.int32, torch.int64])

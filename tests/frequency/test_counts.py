@@ -7,14 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.frequency.samples import (
-    HUGE,
-    as_dict,
-    chunks_of,
-    counted,
-    true_counts,
-    zipf_ids,
-)
+from tests.frequency.samples import HUGE, as_dict, chunks_of, counted, true_counts, zipf_ids
 from torchrec_picasso.frequency import TableCounts
 
 STREAM = chunks_of(60)

@@ -7,12 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrec_picasso.planner.home_blocks import (
-    RowLoads,
-    balance_homes,
-    even_blocks,
-    filled_blocks,
-)
+from torchrec_picasso.planner.home_blocks import RowLoads, balance_homes, even_blocks, filled_blocks
 
 
 def table(rows: int, load: np.ndarray, spread: float = 0.0) -> RowLoads:

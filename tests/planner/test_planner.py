@@ -9,10 +9,7 @@ import pytest
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import GridSearchProposer
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    Topology,
-)
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlan
 
 from tests.planner.samples import DIM, ROWS, AbleSharder, Model, stats, topology

@@ -57,11 +57,7 @@ def _train(rank: int, world_size: int) -> dict[str, str]:
     pg, sharder = dist.group.WORLD, HotColdEmbeddingBagCollectionSharder()
     plan = _planner(world_size).collective_plan(_collection(), [sharder], pg)
     model = DistributedModelParallel(
-        _collection(),
-        ShardingEnv.from_process_group(pg),
-        torch.device("cpu"),
-        plan,
-        [sharder],
+        _collection(), ShardingEnv.from_process_group(pg), torch.device("cpu"), plan, [sharder]
     )
     for step in range(3):
         ids = [torch.arange(8).add(step) % rows for rows in ROWS.values()]

@@ -62,9 +62,7 @@ class World:
 
 
 def make_world(
-    size: int,
-    tables: Sequence[PackedTable] | None = None,
-    weights: Sequence[Tensor] | None = None,
+    size: int, tables: Sequence[PackedTable] | None = None, weights: Sequence[Tensor] | None = None
 ) -> World:
     """Row groups with SGD, and weights that no two rows share unless they are given."""
     tables = TABLES[size] if tables is None else tables

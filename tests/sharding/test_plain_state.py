@@ -18,12 +18,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimi
 from torch.distributed.tensor import DTensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.sharding_plan import (
-    column_wise,
-    data_parallel,
-    row_wise,
-    table_wise,
-)
+from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.inference.modules import quantize_embeddings
 from torchrec.modules.embedding_configs import DataType

@@ -93,9 +93,7 @@ def test_bags_are_updated_as_by_fbgemm(dim: int, weighted: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    [EmbOptimType.EXACT_ROWWISE_ADAGRAD, *ONLY_HERE],
-    ids=lambda which: which.name,
+    "optimizer", [EmbOptimType.EXACT_ROWWISE_ADAGRAD, *ONLY_HERE], ids=lambda which: which.name
 )
 @pytest.mark.parametrize("dim", [4, 36, 128])
 def test_replicas_have_the_same_bits_beside_any_homes(dim: int, optimizer: EmbOptimType) -> None:
