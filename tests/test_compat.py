@@ -1,7 +1,5 @@
 """Versions that cannot work together are named before torch is imported; unknown ones may try."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Mapping

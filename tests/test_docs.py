@@ -1,7 +1,5 @@
 """What the documents name exists: files, tests, benchmarks' options; and the table of packages."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

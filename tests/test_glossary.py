@@ -1,8 +1,6 @@
 """One legend: every shape letter in a name, and in a file's own legend, means what the glossary
 says."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

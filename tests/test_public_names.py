@@ -1,7 +1,5 @@
 """What users and plans rely on: public names, their signatures, and the TorchRec names behind."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import inspect
 from operator import attrgetter

@@ -6,8 +6,6 @@ has, or a method whose parameters changed: with our file and line, since that is
 release breaks us. What is used no more may leave the tables.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

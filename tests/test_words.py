@@ -1,7 +1,5 @@
 """Names, docstrings and comments use the field's words, as far as a program can tell."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

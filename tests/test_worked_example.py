@@ -3,8 +3,6 @@
 Every cell of the table in the document is compared with what the code does on fake ranks.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Cutting batches: parts are what one would build by hand, and nothing else is ever cut."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import defaultdict
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """How a benchmark must refuse what it cannot run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

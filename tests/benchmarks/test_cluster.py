@@ -1,7 +1,5 @@
 """The emulated cluster keeps its rate, counts its bytes, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 Of sequences, too: where their samples come from.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

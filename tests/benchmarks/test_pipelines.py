@@ -1,7 +1,5 @@
 """The comparison of pipelines and placements: names, arithmetic, and one whole tiny run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

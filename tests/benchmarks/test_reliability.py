@@ -5,8 +5,6 @@ between plans and world sizes. The sample of moves has every plan as source and 
 4 ranks on both sides; ``python -m benchmarks.reliability.checkpoint_moves`` makes all moves.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

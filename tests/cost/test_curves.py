@@ -1,7 +1,5 @@
 """Curves: fitted lines, measured on a real group, kept in a file, used at another world size."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Local costs: coefficients found again, none negative; a dense part in other batches and cuts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

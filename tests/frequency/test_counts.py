@@ -1,7 +1,5 @@
 """Counts of one table: bounds survive a merge; heavy hitters answer about as all rows do."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

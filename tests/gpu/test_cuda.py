@@ -4,8 +4,6 @@ Skipped where there is no GPU. World size 1 over NCCL is what one GPU can show; 
 several ranks agree is shown on gloo.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models, a stand-in sharder and statistics that the tests of this room share."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torchrec import (

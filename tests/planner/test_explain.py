@@ -1,7 +1,5 @@
 """The planner's own choice and its explanation, end to end without a process group."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

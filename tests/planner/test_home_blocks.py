@@ -1,7 +1,5 @@
 """Cuts of the homes: every row has one home, and the homes are asked for equally much."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

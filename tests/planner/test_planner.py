@@ -1,7 +1,5 @@
 """Plans come out of TorchRec's planner with the hot rows in them, the same on every rank."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

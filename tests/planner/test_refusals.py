@@ -5,8 +5,6 @@ sharder's own settings, by an optimizer fused into the table or by constraints. 
 sharded and trained for a step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from dataclasses import dataclass, field

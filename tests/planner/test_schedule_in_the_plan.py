@@ -1,7 +1,5 @@
 """The plan says what it was priced for, takes the dense part into account, and may send bags."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

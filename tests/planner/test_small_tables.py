@@ -1,7 +1,5 @@
 """Tables with fewer rows than ranks: no plan cuts them by rows, which FBGEMM could not train."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Stand-ins for sharded tables give what collections give for a batch, without ran
 really gives in parts what it gives for the whole batch is computed with data.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from functools import partial

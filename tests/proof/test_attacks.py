@@ -1,7 +1,5 @@
 """State and changes that are hard to see; each attack has a twin that is proved."""
 
-from __future__ import annotations
-
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator

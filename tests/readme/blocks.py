@@ -6,8 +6,6 @@ commands, ``<!-- test: script 2 -->`` runs Python as a file of its own, by torch
 ``<!-- test: needs MODULE -->`` runs Python where that module is installed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

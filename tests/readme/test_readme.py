@@ -18,8 +18,6 @@ Python blocks of a page run in sequence, in one namespace, on two ranks, after :
 which makes the things that the text takes for granted.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

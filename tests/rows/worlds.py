@@ -1,7 +1,5 @@
 """A row group on every one of some fake ranks, and the training that it is compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby

@@ -5,8 +5,6 @@ local shards, which ``whole`` joins in the test's own process. Every placement s
 weights and sees the same batches, so two results can be compared number by number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,6 @@ what the one before saved, under another hot set, trains a step and saves. What 
 what was saved, bit by bit.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Updates by torch's operators: row-wise Adagrad is FBGEMM's, the others are the dense formulas."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

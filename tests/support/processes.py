@@ -1,7 +1,5 @@
 """Python as a user starts it, and waiting for what other processes do."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tables of models, as data: their configurations for a collection, and counts of their rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ so that a test can tell ids (integers) from rows and gradients (floats) and coun
 code sent them. An all-to-all is one exchange, whether the backend's own or made of messages.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any

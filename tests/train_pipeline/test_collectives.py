@@ -9,8 +9,6 @@ Operators that the host starts are what a step costs on fast links and for small
 are those that no other operator calls, on one of two ranks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

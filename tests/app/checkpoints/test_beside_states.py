@@ -1,7 +1,5 @@
 """What lies beside a checkpoint's states: hot rows, their uses and the setting; damage by name."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

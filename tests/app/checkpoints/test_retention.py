@@ -1,7 +1,5 @@
 """Old checkpoints go, newer ones stay; a crash while deleting leaves none that only looks whole."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -4,8 +4,6 @@ The writing thread is held back until training has changed everything, so a stat
 copied would show.
 """
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line: exit codes, one clear message, and whole runs with tiny settings."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

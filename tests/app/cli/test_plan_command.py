@@ -1,7 +1,5 @@
 """``plan``: a decision on the screen, as JSON and as a picture; files of something else refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``stats``: from files or a configuration to statistics, a table and a picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

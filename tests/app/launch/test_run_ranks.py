@@ -3,8 +3,6 @@
 Ranks of one start agree on a part of a store, whatever earlier starts left in it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 Curves are read back: they are what the reports say, by steps of the whole training.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

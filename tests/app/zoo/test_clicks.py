@@ -1,7 +1,5 @@
 """Clicks as columns, a log of them, the teacher of pairs, and the DIN that reads them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

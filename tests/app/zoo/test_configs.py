@@ -3,8 +3,6 @@
 A model that CONTRIBUTING shows is one file and one configuration: what it says works.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shutil

@@ -3,8 +3,6 @@
 Small, over generated batches. With the dense part under FSDP2 or torch.compile: in whole batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
