@@ -6,7 +6,6 @@ from operator import attrgetter
 
 import pytest
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import CacheParams
 
 import torchrec_picasso
 from torchrec_picasso import errors, version
@@ -62,15 +61,6 @@ def test_planner_signature() -> None:
         assert parameters[name].kind is KEYWORD_ONLY
         assert parameters[name].default is None
     assert [p.kind for p in parameters.values()][-1] is VAR_KEYWORD
-
-
-def test_hot_cold_params() -> None:
-    assert issubclass(torchrec_picasso.HotColdParams, CacheParams)
-    params = torchrec_picasso.HotColdParams(hot_rows=[5, 2])
-    assert params.hot_rows.tolist() == [2, 5]
-    assert params.num_hot_rows == 2
-    assert params.form == "rows"
-    assert torchrec_picasso.HotColdParams(form="bags").form == "bags"
 
 
 def test_sharder_takes_its_parents_arguments() -> None:
