@@ -1,7 +1,5 @@
 """Marks that depend on the machine, and where real id streams lie."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import hypothesis

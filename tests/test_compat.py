@@ -1,10 +1,6 @@
 """Versions that cannot work together are named before torch is imported; unknown ones may try."""
 
-from __future__ import annotations
-
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +9,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tests.support.packaging import ROOT, pins, setup_settings
+from tests.support.packaging import pins, setup_settings
+from tests.support.processes import run_python
 from torchrec_picasso.compat import (
     FBGEMM_OF_TORCH,
     SUPPORTED_TORCH,
@@ -99,14 +96,7 @@ def imported(folder: Path, versions: Mapping[str, str]) -> subprocess.CompletedP
         info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    return subprocess.run(
-        [sys.executable, "-c", "import torchrec_picasso"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])},
-        check=False,
-    )
+    return run_python("-c", "import torchrec_picasso", before=folder)
 
 
 def test_a_known_bad_pair_ends_the_import_before_torch_is_touched(tmp_path: Path) -> None:

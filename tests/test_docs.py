@@ -1,18 +1,14 @@
 """What the documents name exists: files, tests, benchmarks' options; and the table of packages."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.readme.blocks import blocks_of, commands_of
+from tests.readme.blocks import blocks_of, commands_of, unknown_options
 from tests.test_layers import ROWS
-from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -86,36 +82,10 @@ def test_the_architecture_begins_with_the_engine() -> None:
     assert third
 
 
-@cache
-def _benchmark_commands() -> list[list[str]]:
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
+def test_options_of_benchmarks_exist() -> None:
     blocks = blocks_of((ROOT / "benchmarks" / "README.md").read_text())
     commands = [line.split() for block in blocks for line in commands_of(block)]
-    return [words[2:] for words in commands]
-
-
-def _help_of(rank: int, world_size: int, modules: list[str]) -> dict[str, str]:
-    """What each module prints for ``--help``; in one process, since imports take seconds."""
-    import contextlib
-    import io
-    import runpy
-    import sys
-
-    texts = {}
-    for module in modules:
-        out = io.StringIO()
-        sys.argv = [module, "--help"]
-        with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        texts[module] = out.getvalue()
-    return texts
-
-
-def test_options_of_benchmarks_exist() -> None:
-    commands = _benchmark_commands()
     assert len(commands) >= FEWEST_COMMANDS
-    modules = sorted({module for module, *_ in commands})
-    (helps,) = run_ranks(_help_of, 1, modules, timeout_s=120)
-    for module, *words in commands:
-        known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", helps[module]))
-        options = {word for word in words if word.startswith("-")}
-        assert options <= known, f"{module}: {sorted(options - known)} not in --help"
+    unknown = {tuple(words): unknown_options(words[2], words[3:]) for words in commands}
+    assert not {words: options for words, options in unknown.items() if options}

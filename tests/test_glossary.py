@@ -1,8 +1,6 @@
 """One legend: every shape letter in a name, and in a file's own legend, means what the glossary
 says."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -11,16 +9,7 @@ import torchrec_picasso
 
 ROOT = Path(torchrec_picasso.__file__).parent
 GLOSSARY = ROOT.parent / "docs" / "glossary.md"
-ROOMS = (
-    "ops",
-    "exchange",
-    "rows",
-    "sharding",
-    "storage",
-    "batches",
-    "schedule",
-    "train_pipeline",
-)
+ROOMS = ("ops", "exchange", "rows", "sharding", "storage", "batches", "schedule", "train_pipeline")
 _SUFFIX = re.compile(r"[a-z0-9]_(?=[A-Z])([A-Z]+)\d?$|[a-z0-9]_([hmnt])D?\d?$")
 _ROW = re.compile(r"^- ([A-Za-z]): (.+)$", re.MULTILINE)
 _FEWEST_NAMES, _FEWEST_LEGENDS = 100, 8
@@ -33,15 +22,8 @@ def _legend() -> dict[str, str]:
 
 def _names(tree: ast.AST) -> set[str]:
     """Every name that the file gives to something."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            found.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            found.add(node.attr)
-        elif isinstance(node, ast.arg):
-            found.add(node.arg)
-    return found
+    fields = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg"}
+    return {getattr(n, fields[type(n)]) for n in ast.walk(tree) if type(n) in fields}
 
 
 def _files() -> list[Path]:

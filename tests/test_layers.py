@@ -4,8 +4,6 @@ A module may import rows above its own, and its own room; never another room of 
 below. The package's own ``__init__`` may re-export; a name taken from it counts as its home's.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Sequence
 from pathlib import Path

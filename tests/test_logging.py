@@ -1,7 +1,5 @@
 """A user who turns logging on under ``torchrec_picasso`` reads what was decided."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """HotColdParams: one order, one identity, and a marker that survives TorchRec's planner."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import pickle

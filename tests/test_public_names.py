@@ -1,14 +1,11 @@
 """What users and plans rely on: public names, their signatures, and the TorchRec names behind."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import inspect
-from collections.abc import Callable
+from operator import attrgetter
 
 import pytest
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import CacheParams
 
 import torchrec_picasso
 from torchrec_picasso import errors, version
@@ -25,20 +22,17 @@ PUBLIC = (
     "hot_cold_planner",
 )
 
-STATS_METHODS = {
-    "collect": ["batches", "model", "num_batches"],
-    "to_parquet": ["self", "path"],
-    "from_parquet": ["path"],
-    "merge": ["self", "other"],
-    "to_frame": ["self"],
-    "coverage": ["self", "table", "num_rows"],
-    "expected_unique": ["self", "table", "num_lookups"],
-}
-
-CURVES_METHODS = {
-    "measure": ["pg"],
-    "to_json": ["self", "path"],
-    "from_json": ["path"],
+METHODS = {
+    "FrequencyStats.collect": ["batches", "model", "num_batches"],
+    "FrequencyStats.to_parquet": ["self", "path"],
+    "FrequencyStats.from_parquet": ["path"],
+    "FrequencyStats.merge": ["self", "other"],
+    "FrequencyStats.to_frame": ["self"],
+    "FrequencyStats.coverage": ["self", "table", "num_rows"],
+    "FrequencyStats.expected_unique": ["self", "table", "num_lookups"],
+    "CommCurves.measure": ["pg"],
+    "CommCurves.to_json": ["self", "path"],
+    "CommCurves.from_json": ["path"],
 }
 
 
@@ -48,18 +42,10 @@ def test_public_name_is_at_the_top(name: str) -> None:
     assert hasattr(torchrec_picasso, name)
 
 
-@pytest.mark.parametrize("method", list(STATS_METHODS))
-def test_frequency_stats_signatures(method: str) -> None:
-    check_signature(getattr(torchrec_picasso.FrequencyStats, method), STATS_METHODS[method])
-
-
-@pytest.mark.parametrize("method", list(CURVES_METHODS))
-def test_curves_signatures(method: str) -> None:
-    check_signature(getattr(torchrec_picasso.CommCurves, method), CURVES_METHODS[method])
-
-
-def check_signature(function: Callable[..., object], expected: list[str]) -> None:
+@pytest.mark.parametrize(("method", "expected"), METHODS.items())
+def test_signatures(method: str, expected: list[str]) -> None:
     """Users call these by position: what came later is keyword-only and has a default."""
+    function = attrgetter(method)(torchrec_picasso)
     parameters = list(inspect.signature(function).parameters.values())
     assert [p.name for p in parameters[: len(expected)]] == expected
     for added in parameters[len(expected) :]:
@@ -75,15 +61,6 @@ def test_planner_signature() -> None:
         assert parameters[name].kind is KEYWORD_ONLY
         assert parameters[name].default is None
     assert [p.kind for p in parameters.values()][-1] is VAR_KEYWORD
-
-
-def test_hot_cold_params() -> None:
-    assert issubclass(torchrec_picasso.HotColdParams, CacheParams)
-    params = torchrec_picasso.HotColdParams(hot_rows=[5, 2])
-    assert params.hot_rows.tolist() == [2, 5]
-    assert params.num_hot_rows == 2
-    assert params.form == "rows"
-    assert torchrec_picasso.HotColdParams(form="bags").form == "bags"
 
 
 def test_sharder_takes_its_parents_arguments() -> None:

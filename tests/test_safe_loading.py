@@ -3,8 +3,6 @@
 Read from the source itself. Pickles that this package sends between its own processes are named.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

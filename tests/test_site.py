@@ -1,7 +1,5 @@
 """The site of the documents, without building it: pages, links, API names, and their length."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

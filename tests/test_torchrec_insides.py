@@ -6,8 +6,6 @@ has, or a method whose parameters changed: with our file and line, since that is
 release breaks us. What is used no more may leave the tables.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -37,11 +35,9 @@ INHERITED: dict[str, set[str]] = {
         *("_grouped_embedding_configs", "_grouped_embedding_configs_per_rank"),
     },
     "EmbeddingBagCollectionSharder": {
-        *("_sharded_module_order_overwrite", "fused_params", "qcomm_codecs_registry"),
+        *("_sharded_module_order_overwrite", "fused_params", "qcomm_codecs_registry")
     },
-    "EmbeddingCollectionSharder": {
-        *("_use_index_dedup", "fused_params", "qcomm_codecs_registry"),
-    },
+    "EmbeddingCollectionSharder": {*("_use_index_dedup", "fused_params", "qcomm_codecs_registry")},
     "EmbeddingEnumerator": {
         *("_batch_size", "_compute_device", "_constraints", "sharder_map"),
         *("_estimators", "_last_stored_module"),
@@ -80,14 +76,14 @@ INHERITED: dict[str, set[str]] = {
 
 FOREIGN: dict[str, set[str]] = {
     "torchrec.distributed.model_parallel.DistributedModelParallel": {
-        *("_data_parallel_wrapper", "_dmp_wrapped_module", "_env"),
+        *("_data_parallel_wrapper", "_dmp_wrapped_module", "_env")
     },
     "torchrec.distributed.embedding.ShardedEmbeddingCollection": {"_create_output_dist"},
     "torchrec.modules.fp_embedding_modules.FeatureProcessedEmbeddingBagCollection": {
-        *("_embedding_bag_collection", "_feature_processors"),
+        *("_embedding_bag_collection", "_feature_processors")
     },
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": {
-        *("_create_output_dist", "_has_uninitialized_input_dist"),
+        *("_create_output_dist", "_has_uninitialized_input_dist")
     },
     "torchrec.distributed.embedding_lookup.GroupedPooledEmbeddingsLookup": {"_emb_modules"},
     "torchrec.distributed.model_tracker.model_delta_tracker.ModelDeltaTrackerTrec": {"_mode"},
@@ -100,7 +96,7 @@ FOREIGN: dict[str, set[str]] = {
     "torch._C._distributed_c10d.Backend.Options": {"_timeout"},
     "torch._dynamo.compiled_autograd": {"in_compiled_autograd_region"},
     "torch.Tensor": {
-        *("_backward_hooks", "_base", "_is_view", "_post_accumulate_grad_hooks", "_version"),
+        *("_backward_hooks", "_base", "_is_view", "_post_accumulate_grad_hooks", "_version")
     },
     "torch._ops.OpOverload": {"_schema"},
     "torch.autograd.Variable": {"_execution_engine"},
@@ -120,14 +116,12 @@ FOREIGN: dict[str, set[str]] = {
 
 STAMPS: dict[str, set[str]] = {
     "torch.distributed.optim.apply_optimizer_in_backward": {
-        *("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs"),
-    },
+        *("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs")
+    }
 }
 """What a module of theirs puts on parameters, and we read or put there in its place."""
 
-OF_PYTHON = {
-    *("_SubParsersAction", "_exit", "_fields", "_getframe", "_lru_cache_wrapper", "_make"),
-}
+OF_PYTHON = {*("_SubParsersAction", "_exit", "_fields", "_getframe", "_lru_cache_wrapper", "_make")}
 
 SIGNATURES: dict[str, str] = {
     "BaseEmbedding.forward": "features",

@@ -1,7 +1,5 @@
 """The wheel holds the package: it builds without a network, and works far from the checkout."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Names, docstrings and comments use the field's words, as far as a program can tell."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re
@@ -18,21 +16,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ODD_WORDS = re.compile(
     r"\b(anew|likewise|plainest|in vain|by lot|to and fro|thereof|wherefrom|whereat)\b", re.I
 )
-PRONOUNS = [
-    "They",
-    "It",
-    "Its",
-    "Their",
-    "Those",
-    "These",
-    "Whose",
-    "What",
-    "Which",
-    "Who",
-    "Likewise",
-    "Ditto",
-    "As",
-]
+PRONOUNS = {
+    *("They", "It", "Its", "Their", "Those", "These", "Whose", "What", "Which", "Who", "As"),
+    *("Likewise", "Ditto"),
+}
 ARGUMENT = re.compile(r"^ +\*{0,2}(\w+): (\w+)")
 COMMENTED = {"ops": 4, "rows": 4, "exchange": 4}
 """Fewest comments per 100 lines of code, by package."""

@@ -3,8 +3,6 @@
 Every cell of the table in the document is compared with what the code does on fake ranks.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -14,13 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.rows.worlds import (
-    World,
-    features_of,
-    fill_replicas,
-    make_world,
-    whole_tables,
-)
+from tests.rows.worlds import World, features_of, fill_replicas, make_world, whole_tables
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.ops.row_order import first_use_chunks
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows

@@ -1,7 +1,5 @@
 """Joining outputs: undoing a cut, averaging losses by size, and refusing to guess."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Copies share no memory with what they copy.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import threading

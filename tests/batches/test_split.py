@@ -1,7 +1,5 @@
 """Cutting batches: parts are what one would build by hand, and nothing else is ever cut."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import defaultdict
 from itertools import accumulate
@@ -25,11 +23,7 @@ from tests.train_pipeline.batches import (
     kjts,
     sizes_of_parts,
 )
-from torchrec_picasso.batches.split import (
-    micro_batch_sizes,
-    num_samples,
-    split_batch,
-)
+from torchrec_picasso.batches.split import micro_batch_sizes, num_samples, split_batch
 from torchrec_picasso.errors import CompatError, InputError
 
 INTEGERS = st.sampled_from([torch.int32, torch.int64])

@@ -1,12 +1,8 @@
 """The emulated cluster keeps its rate, counts its bytes, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +20,7 @@ from benchmarks.cluster.awake import cores_awake
 from benchmarks.cluster.link_speed import TRANSFERS, link_bytes, time_transfer
 from benchmarks.cluster.namespaces import tool_path
 from benchmarks.cluster.shaping import link_shape
+from tests.support.processes import wait_until
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 TIMEOUT_S = 60.0
@@ -78,13 +75,6 @@ def holders(inodes: set[int]) -> list[str]:
                     with suppress(OSError):
                         found += [str(path)] if os.readlink(path) in held else []
     return found
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    until_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < until_s, f"not within {TIMEOUT_S:g} s: {what}"
-        time.sleep(0.05)
 
 
 @needs_cluster
@@ -266,9 +256,11 @@ def test_cores_stay_awake_and_nothing_is_left() -> None:
         pytest.skip("this system has no SCHED_IDLE")
     with cores_awake() as pids:
         assert len(pids) == len(os.sched_getaffinity(0))
-        deadline = time.monotonic() + 20
-        while any(os.sched_getscheduler(pid) != os.SCHED_IDLE for pid in pids):
-            assert time.monotonic() < deadline, "they must only run when nothing else wants to"
+        idle = os.SCHED_IDLE
+        wait_until(
+            lambda: all(os.sched_getscheduler(pid) == idle for pid in pids),
+            "they only run when nothing else wants to",
+        )
         assert {core for pid in pids for core in os.sched_getaffinity(pid)} == (
             os.sched_getaffinity(0)
         )

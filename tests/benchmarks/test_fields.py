@@ -3,8 +3,6 @@
 Of sequences, too: where their samples come from.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from benchmarks.fields.columns import CLICK_COLUMNS, ColumnsWorkload
 from benchmarks.fields.plans import deal_by_size
 from benchmarks.fields.question import UNIFORM, Question
 from benchmarks.pipelines.memory import PeakMemory
+from tests.benchmarks.refusals import refusal_of
 from torchrec_picasso import CommCurves
 from torchrec_picasso.app.zoo.data import alimama, globo
 from torchrec_picasso.app.zoo.data.alimama import generate_alimama
@@ -32,6 +31,8 @@ TINY = (
     *("--fields", "5", "--batch-size", "16", "--rate-mbit", "0", "--max-rows", "1500"),
     *("--rounds", "2", "--block-steps", "2", "--heldout-steps", "1"),
 )
+Run = tuple[dict[str, Any], str]
+"""What a run wrote, and what it printed."""
 LEAST_STEPS = 11  # 3 to warm up, 2 counted, 2 blocks of 1 + 2
 LOSS_TOLERANCE = 1e-4  # float32 sums in another order, over some 11 to 100 steps
 
@@ -42,7 +43,7 @@ def test_the_largest_table_is_dealt_first_to_the_lightest_rank() -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("fields")
     curves = folder / "curves.json"
     CommCurves.assumed(2, gbytes_per_s=0.001).to_json(curves)  # so slow that all is hot/cold
@@ -54,7 +55,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     return json.loads((folder / "out.json").read_text()), "\n".join(printed)
 
 
-def test_all_variants_train_the_same_model(tiny_run: tuple[dict[str, Any], str]) -> None:
+def test_all_variants_train_the_same_model(tiny_run: Run) -> None:
     found = tiny_run[0]["variants"]
     assert tuple(found) == NAMES
     stock = found["table_wise"]["losses"]
@@ -69,9 +70,7 @@ def test_all_variants_train_the_same_model(tiny_run: tuple[dict[str, Any], str])
         assert sum(of["tables"].values()) == 5, name
 
 
-def test_the_interleaved_pipeline_chose_before_the_clock_started(
-    tiny_run: tuple[dict[str, Any], str],
-) -> None:
+def test_the_interleaved_pipeline_chose_before_the_clock_started(tiny_run: Run) -> None:
     document, _ = tiny_run
     all_rows = document["variants"]["all_rows"]
     assert all_rows["tables"] == {"hot_cold": 5}
@@ -81,7 +80,7 @@ def test_the_interleaved_pipeline_chose_before_the_clock_started(
     assert document["variants"]["planner"]["num_micro_batches"] is None
 
 
-def test_plans_made_by_hand_are_what_they_are_called(tiny_run: tuple[dict[str, Any], str]) -> None:
+def test_plans_made_by_hand_are_what_they_are_called(tiny_run: Run) -> None:
     found = tiny_run[0]["variants"]
     assert [found[name]["num_micro_batches"] for name in ("rows:2:7", "bags:2")] == [2, 2]
     assert [found[name]["hot_rows"] for name in ("rows:2:7", "bags:2")] == [7, 0]
@@ -91,7 +90,7 @@ def test_plans_made_by_hand_are_what_they_are_called(tiny_run: tuple[dict[str, A
     assert "  plan of all_rows: 5 hot_cold with 0 hot rows; predicts" in printed
 
 
-def test_predictions_are_beside_what_was_measured(tiny_run: tuple[dict[str, Any], str]) -> None:
+def test_predictions_are_beside_what_was_measured(tiny_run: Run) -> None:
     document, printed = tiny_run
     predicted, errors = document["predicted"], document["errors"]
     assert set(NAMES) - {"planner"} <= set(predicted)
@@ -108,7 +107,7 @@ def test_predictions_are_beside_what_was_measured(tiny_run: tuple[dict[str, Any]
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="Linux tells peaks of memory"
 )
-def test_memory_of_a_variant_is_its_own(tiny_run: tuple[dict[str, Any], str]) -> None:
+def test_memory_of_a_variant_is_its_own(tiny_run: Run) -> None:
     freed = torch.ones(64 << 18)  # 64 MiB before
     del freed
     memory = PeakMemory()
@@ -179,11 +178,7 @@ def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
 def test_what_cannot_run_is_refused_in_one_line(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*TINY, *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in refusal_of(main, [*TINY, *arguments], capsys)
 
 
 TINY_SEQUENCES = (

@@ -5,8 +5,6 @@ micro-batches by our pipeline, and with every micro-batch as a step of its own. 
 sees must be what the benchmark says, to the byte.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

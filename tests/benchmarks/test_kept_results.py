@@ -1,7 +1,5 @@
 """Results that are kept say what they were measured on, and documents have their figures."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The benchmark of row updates measures both ways on both kinds of input."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import row_update

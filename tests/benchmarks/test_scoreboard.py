@@ -1,7 +1,5 @@
 """The scoreboard: every line can be trained, one tiny run, and a board of what is there."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from pathlib import Path

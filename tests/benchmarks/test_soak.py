@@ -3,8 +3,6 @@
 ``python -m benchmarks.reliability.soak`` takes 2,000 steps.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

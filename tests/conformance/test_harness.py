@@ -15,8 +15,6 @@ Source:
     ``sharding_single_rank_test`` without its own process group.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import types

@@ -6,8 +6,6 @@ one byte per fetched row, and ranks agree on flags of 8 bytes; the model leaves 
 rows from statistics are exact up to chance; the tolerance is reasoned where it stands.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from functools import cache

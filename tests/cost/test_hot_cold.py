@@ -4,8 +4,6 @@ The sharded module's own traffic is compared with the model in ``benchmarks.fiel
 arithmetic is checked where every number can be known.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

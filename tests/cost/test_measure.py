@@ -1,7 +1,5 @@
 """The budget of a measurement: kept on slow links, and by all ranks alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The length of a step by its schedule, against steps that can be worked out by hand."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What a step is priced at: chunks of first use, dirty rows, and what hides what."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

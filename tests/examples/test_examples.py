@@ -1,7 +1,5 @@
 """Every example trains, on one rank and on two; without its marked lines the DLRM is stock."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """Flags are agreed on by all ranks of a group, whatever else is on the wire."""
 
-from __future__ import annotations
-
 import datetime
 
 import pytest

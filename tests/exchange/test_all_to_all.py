@@ -1,7 +1,5 @@
 """Exchanges in flight at once do not meet, and one that nobody waits for holds up no other."""
 
-from __future__ import annotations
-
 import random
 import time
 

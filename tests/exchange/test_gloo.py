@@ -1,7 +1,5 @@
 """gloo's threads are less urgent than the one that trains, once something has been exchanged."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is taken for a broken exchange, and what for this rank's own failure."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Models, batches, streams of ids and statistics that the tests of frequency share."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain

@@ -1,7 +1,5 @@
 """Counters agree with numpy on any stream; beyond their budget they keep their bounds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

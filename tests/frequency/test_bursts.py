@@ -1,7 +1,5 @@
 """Lookups that come in bursts, as histories do, have the distinct rows of whole batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

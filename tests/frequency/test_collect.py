@@ -1,7 +1,5 @@
 """Collected counts equal numpy's, and what cannot be counted is refused by name."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

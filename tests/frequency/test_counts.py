@@ -1,20 +1,11 @@
 """Counts of one table: bounds survive a merge; heavy hitters answer about as all rows do."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.frequency.samples import (
-    HUGE,
-    as_dict,
-    chunks_of,
-    counted,
-    true_counts,
-    zipf_ids,
-)
+from tests.frequency.samples import HUGE, as_dict, chunks_of, counted, true_counts, zipf_ids
 from torchrec_picasso.frequency import TableCounts
 
 STREAM = chunks_of(60)

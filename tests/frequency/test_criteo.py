@@ -7,8 +7,6 @@ batches that it was not chosen from, so the halves are what this test holds; mis
 empty bags here.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

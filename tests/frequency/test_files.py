@@ -1,7 +1,5 @@
 """Ids are read from Parquet files of every kind; what cannot be used is refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The laws of hot-set selection, against a plain sort over all rows."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What is written is read back; a file that is not such statistics is refused, saying why."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

@@ -1,7 +1,5 @@
 """Rarefaction, extrapolation and coverage of a spectrum, against brute force and by hand."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from math import comb

@@ -1,7 +1,5 @@
 """The laws of merge, coverage and expected_unique; the frame and the summary, by hand."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ Skipped where there is no GPU. World size 1 over NCCL is what one GPU can show; 
 several ranks agree is shown on gloo.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,11 +29,7 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable
 from torchrec_picasso.ops.row_order import locate_rows
-from torchrec_picasso.ops.segment_reduction import (
-    PoolingIndex,
-    gradient_of_rows,
-    pool_rows,
-)
+from torchrec_picasso.ops.segment_reduction import PoolingIndex, gradient_of_rows, pool_rows
 from torchrec_picasso.ops.unique import unique_rows
 
 pytestmark = [

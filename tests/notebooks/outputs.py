@@ -1,7 +1,5 @@
 """Runs the notebooks, or those named, and stores their outputs: ``make notebook-outputs``."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

@@ -3,8 +3,6 @@
 What JupyterLab would show is what is tested: the kernel's messages, its children's among them.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import json

@@ -1,7 +1,5 @@
 """Packed ids as wide as they have to be, and the hot slots that any rank's batch uses."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Sorted as Python sorts, for every width of key, by vector words and without them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Which packs travel together, and which lie in one matrix."""
 
-from __future__ import annotations
-
 import torch
 
 from torchrec_picasso.ops.ids import PackedTable

@@ -1,7 +1,5 @@
 """Pooling and its gradients against autograd through one-hot matrices."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Models, a stand-in sharder and statistics that the tests of this room share."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torchrec import (
@@ -14,6 +12,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import ShardingType
 
+from tests.support.tables import configs_of, tables_of
 from torchrec_picasso.frequency import FrequencyStats, TableCounts
 
 META = torch.device("meta")
@@ -41,25 +40,11 @@ class Model(nn.Module):
     def __init__(self, *, sequence: bool = False) -> None:
         super().__init__()
         self.pooled = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    name=name,
-                    num_embeddings=rows,
-                    embedding_dim=DIM,
-                    feature_names=[f"f_{name}"],
-                )
-                for name, rows in ROWS.items()
-            ],
-            device=META,
+            tables=configs_of(EmbeddingBagConfig, tables_of(ROWS, DIM)), device=META
         )
         if sequence:
             self.sequence = EmbeddingCollection(
-                tables=[
-                    EmbeddingConfig(
-                        name="s", num_embeddings=50, embedding_dim=DIM, feature_names=["f_s"]
-                    )
-                ],
-                device=META,
+                tables=configs_of(EmbeddingConfig, tables_of({"s": 50}, DIM)), device=META
             )
 
 

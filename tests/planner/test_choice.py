@@ -1,7 +1,5 @@
 """The choice against a brute-force search over the same predictions, and the cases it must know."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

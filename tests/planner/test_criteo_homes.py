@@ -1,7 +1,5 @@
 """On Criteo, homes cut by the first half of the samples are asked for evenly by the second half."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

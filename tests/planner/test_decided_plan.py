@@ -1,7 +1,5 @@
 """The decided plan is proposed as it is; TorchRec's proposers come where it does not fit."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Which tables get hot/cold options, in which order, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The planner's own choice and its explanation, end to end without a process group."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess
@@ -15,10 +13,11 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
 
 from tests.planner.samples import ROWS, AbleSharder, Model, topology
+from tests.support.tables import stats_of
 from torchrec_picasso.cost import CommCurves, LocalCosts
 from torchrec_picasso.cost.local import PhaseCost, SideCosts
 from torchrec_picasso.errors import PlanError
-from torchrec_picasso.frequency import FrequencyStats, TableCounts
+from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import hot_cold_planner
 from torchrec_picasso.planner.explain import summarize
@@ -35,19 +34,7 @@ BATCH = 512
 
 def skewed() -> FrequencyStats:
     """512 samples that look up few rows: row 0 of each table most of all."""
-    return FrequencyStats(
-        tables={
-            name: TableCounts(
-                num_embeddings=rows,
-                feature_names=(f"f_{name}",),
-                rows_U=torch.arange(3),
-                counts_U=torch.tensor([400, 100, 12]) * 8,
-            )
-            for name, rows in ROWS.items()
-        },
-        num_batches=8,
-        num_samples=8 * BATCH,
-    )
+    return stats_of(ROWS, lambda rows: torch.tensor([400, 100, 12]) * 8, 8, BATCH)
 
 
 def planned(**arguments: Any) -> tuple[HotColdPlanner, ShardingPlan]:
@@ -133,13 +120,8 @@ def test_constraints_are_respected() -> None:
 
 def test_homes_follow_the_load() -> None:
     # all lookups of b go to its first rows, which equal blocks put on one rank
-    counts = TableCounts(
-        num_embeddings=ROWS["b"],
-        feature_names=("f_b",),
-        rows_U=torch.arange(40),
-        counts_U=torch.full((40,), 100),
-    )
-    alone = FrequencyStats(tables={**skewed().tables, "b": counts}, num_samples=8 * BATCH)
+    of_b = stats_of({"b": ROWS["b"]}, lambda rows: torch.full((40,), 100), 8, BATCH).tables
+    alone = FrequencyStats(tables={**skewed().tables, **of_b}, num_samples=8 * BATCH)
     planner, plan = planned(stats=alone, hot_rows={"b": 0})
     sizes = [s.shard_sizes[0] for s in plan.plan["pooled"]["b"].sharding_spec.shards]  # type: ignore[index]
     assert sum(sizes) == ROWS["b"]
@@ -186,11 +168,6 @@ def test_statistics_of_another_model_are_refused() -> None:
     del tables["c"]
     with pytest.raises(PlanError, match="the statistics have no table 'c'"):
         planned(stats=FrequencyStats(tables=tables, num_samples=1), curves=SLOW)
-    other = TableCounts(
-        num_embeddings=7,
-        feature_names=("f_c",),
-        rows_U=torch.tensor([1]),
-        counts_U=torch.tensor([1]),
-    )
+    other = stats_of({"c": 7}, lambda rows: torch.tensor([1]), 1, 1).tables
     with pytest.raises(PlanError, match="table 'c' has 5 rows in the model, but 7 in the stat"):
-        planned(stats=FrequencyStats(tables={**tables, "c": other}, num_samples=1), curves=SLOW)
+        planned(stats=FrequencyStats(tables={**tables, **other}, num_samples=1), curves=SLOW)

@@ -1,18 +1,11 @@
 """Cuts of the homes: every row has one home, and the homes are asked for equally much."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrec_picasso.planner.home_blocks import (
-    RowLoads,
-    balance_homes,
-    even_blocks,
-    filled_blocks,
-)
+from torchrec_picasso.planner.home_blocks import RowLoads, balance_homes, even_blocks, filled_blocks
 
 
 def table(rows: int, load: np.ndarray, spread: float = 0.0) -> RowLoads:

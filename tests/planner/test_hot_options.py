@@ -1,7 +1,5 @@
 """Which options are kept, and replica memory counted as TorchRec counts the home's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

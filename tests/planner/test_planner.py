@@ -1,7 +1,5 @@
 """Plans come out of TorchRec's planner with the hot rows in them, the same on every rank."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -9,10 +7,7 @@ import pytest
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import GridSearchProposer
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    Topology,
-)
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlan
 
 from tests.planner.samples import DIM, ROWS, AbleSharder, Model, stats, topology

@@ -3,8 +3,6 @@
 The figures of a machine are measured by ``python -m benchmarks.planning_time``.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

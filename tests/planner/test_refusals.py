@@ -5,8 +5,6 @@ sharder's own settings, by an optimizer fused into the table or by constraints. 
 sharded and trained for a step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from dataclasses import dataclass, field
@@ -27,11 +25,12 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.optimizers import LarsSGD
 
+from tests.support.tables import stats_of
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import CompatError, PlanError
-from torchrec_picasso.frequency import FrequencyStats, TableCounts
+from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import hot_cold_planner
 from torchrec_picasso.planner.planner import HotColdPlanner
@@ -130,19 +129,8 @@ class Model(nn.Module):
 
 
 def _stats() -> FrequencyStats:
-    return FrequencyStats(
-        tables={
-            name: TableCounts(
-                num_embeddings=ROWS,
-                feature_names=(f"f_{name}",),
-                rows_U=torch.arange(ROWS),
-                counts_U=6 * torch.arange(ROWS, 0, -1),
-            )
-            for name in TABLES
-        },
-        num_batches=10,
-        num_samples=10 * PLANNED_BATCH,
-    )
+    sizes = dict.fromkeys(TABLES, ROWS)
+    return stats_of(sizes, lambda rows: 6 * torch.arange(rows, 0, -1), 10, PLANNED_BATCH)
 
 
 def _batch(rank: int) -> KeyedJaggedTensor:

@@ -1,7 +1,5 @@
 """The plan says what it was priced for, takes the dense part into account, and may send bags."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from tests.planner.samples import META, ROWS, AbleSharder, Model, stats, topology
+from tests.support.tables import configs_of, tables_of
 from torchrec_picasso import (
     HotColdEmbeddingCollectionSharder,
     HotColdFeatureProcessedEmbeddingBagCollectionSharder,
@@ -27,6 +26,7 @@ from torchrec_picasso.planner.planner import HotColdPlanner
 
 SLOW = CommCurves.assumed(2, gbytes_per_s=0.001, latency_ms=0.1)
 BATCH = 1024
+TOWER_ROWS = {"wide": 50_000, "long": 80_000, "small": 20}
 
 
 class Towers(nn.Module):
@@ -35,16 +35,7 @@ class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.pooled = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    name=name,
-                    num_embeddings=rows,
-                    embedding_dim=16,
-                    feature_names=[f"f_{name}"],
-                )
-                for name, rows in (("wide", 50_000), ("long", 80_000), ("small", 20))
-            ],
-            device=META,
+            tables=configs_of(EmbeddingBagConfig, tables_of(TOWER_ROWS, 16)), device=META
         )
         self.over = nn.Linear(48, 500, device=META)
 

@@ -1,7 +1,5 @@
 """Tables with fewer rows than ranks: no plan cuts them by rows, which FBGEMM could not train."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -57,11 +55,7 @@ def _train(rank: int, world_size: int) -> dict[str, str]:
     pg, sharder = dist.group.WORLD, HotColdEmbeddingBagCollectionSharder()
     plan = _planner(world_size).collective_plan(_collection(), [sharder], pg)
     model = DistributedModelParallel(
-        _collection(),
-        ShardingEnv.from_process_group(pg),
-        torch.device("cpu"),
-        plan,
-        [sharder],
+        _collection(), ShardingEnv.from_process_group(pg), torch.device("cpu"), plan, [sharder]
     )
     for step in range(3):
         ids = [torch.arange(8).add(step) % rows for rows in ROWS.values()]

@@ -1,7 +1,5 @@
 """Tables are spread over waves of about equal volume, and only large groups are cut."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -4,8 +4,6 @@ Stand-ins for sharded tables give what collections give for a batch, without ran
 really gives in parts what it gives for the whole batch is computed with data.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +19,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from tests.support.tables import Table, configs_of
 from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.batches.split import children_of, split_batch
 from torchrec_picasso.proof.guard import Guard
@@ -58,13 +57,9 @@ class Head(nn.Module):
 class Model(nn.Module):
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
-        tables = [
-            EmbeddingBagConfig(
-                name=f"t_{name}", embedding_dim=DIM, num_embeddings=40, feature_names=[name]
-            )
-            for name in FEATURES
-        ]
-        self.tables = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        tables = [Table(f"t_{name}", DIM, 40, (name,)) for name in FEATURES]
+        configs = configs_of(EmbeddingBagConfig, tables)
+        self.tables = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
         self.head = head
 
     def forward(self, batch: Batch) -> tuple[Tensor, Any]:
@@ -73,6 +68,16 @@ class Model(nn.Module):
 
 def with_loss(loss: Callable[[Head, Tensor, Batch], Tensor]) -> type[Head]:
     return type("WithLoss", (Head,), {"loss": loss})
+
+
+def doing(act: Callable[[Any], Any]) -> Callable[[Any, Tensor, Batch], Tensor]:
+    """The loss that is a mean over samples, and does something with the head beside."""
+
+    def loss(head: Any, out: Tensor, batch: Batch) -> Tensor:
+        act(head)
+        return out.mean()
+
+    return loss
 
 
 def make_batch(num_samples: int = 12) -> Batch:

@@ -1,7 +1,5 @@
 """The section of ``docs/features.md`` that says which models are proved."""
 
-from __future__ import annotations
-
 NUM_OPERATORS = {
     "wide_deep_criteo": 26,
     "dlrm_criteo": 35,

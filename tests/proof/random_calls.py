@@ -5,8 +5,6 @@ understand is left out. The others run with data too, on a whole batch and on it
 result must lie along the batch as the rules say. Calls are of one tensor, of two, or write.
 """
 
-from __future__ import annotations
-
 import logging
 import operator
 import re

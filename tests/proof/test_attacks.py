@@ -1,7 +1,5 @@
 """State and changes that are hard to see; each attack has a twin that is proved."""
 
-from __future__ import annotations
-
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -18,7 +16,16 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torchrec.datasets.utils import Batch
 
-from tests.proof.models import Head, Model, given_tables, make_batch, prove_head, proved, with_loss
+from tests.proof.models import (
+    Head,
+    Model,
+    doing,
+    given_tables,
+    make_batch,
+    prove_head,
+    proved,
+    with_loss,
+)
 from torchrec_picasso.proof.proof import prove
 
 NUM_CALLS = 0
@@ -123,22 +130,12 @@ def _replaced(head: Any, out: Tensor, batch: Batch) -> Tensor:
     return out.mean() * head.state.step
 
 
-def _equal(head: Any, out: Tensor, batch: Batch) -> Tensor:
-    head.equal["n"] += 1
-    return out.mean()
-
-
 def _of_tuple(head: Any, out: Tensor, batch: Batch) -> Tensor:
     return out.mean() * head.pair.tick() if isinstance(head.pair, _Pair) else out.mean()
 
 
 def _of_number(head: Any, out: Tensor, batch: Batch) -> Tensor:
     return out.mean() * head.number.tick() if isinstance(head.number, _Number) else out.mean()
-
-
-def _ordered(head: Any, out: Tensor, batch: Batch) -> Tensor:
-    head.ordered["m"] = 1
-    return out.mean()
 
 
 def _by_globals(head: Any, out: Tensor, batch: Batch) -> Tensor:
@@ -177,32 +174,20 @@ def _calls_object(head: Any, out: Tensor, batch: Batch) -> Tensor:
     )
 
 
+_WRITES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a dictionary that equals all": (lambda head: head.equal.update(n=1), "head.equal.n"),
+    "an attribute of a set": (lambda head: head.names.seen.append(1), "head.names"),
+    "the value of an enumeration": (lambda head: head.mode.value.append(1), "head.mode"),
+    "an attribute of an enumeration": (lambda head: head.mode.later.append(1), "head.mode"),
+    "an attribute of a function": (lambda head: head.noted.seen.append(1), "_noted.seen"),
+    "an attribute of a partial": (lambda head: head.call.seen.append(1), "head.call.seen"),
+    "an ordered dictionary": (lambda head: head.ordered.update(m=1), "head.ordered"),
+}
 _STATES = {
+    **{name: (doing(act), f"writes {what}") for name, (act, what) in _WRITES.items()},
     "a field that is not compared": (_replaced, "writes head.state"),
-    "a dictionary that equals all": (_equal, "writes head.equal.n"),
     "an attribute of a tuple": (_of_tuple, "writes head.pair.num_calls"),
     "an attribute of a number": (_of_number, "writes head.number.num_calls"),
-    "an attribute of a set": (
-        lambda head, out, batch: (head.names.seen.append(1), out.mean())[1],
-        "writes head.names",
-    ),
-    "the value of an enumeration": (
-        lambda head, out, batch: (head.mode.value.append(1), out.mean())[1],
-        "writes head.mode",
-    ),
-    "an attribute of an enumeration": (
-        lambda head, out, batch: (head.mode.later.append(1), out.mean())[1],
-        "writes head.mode",
-    ),
-    "an attribute of a function": (
-        lambda head, out, batch: (head.noted.seen.append(1), out.mean())[1],
-        "writes _noted.seen",
-    ),
-    "an attribute of a partial": (
-        lambda head, out, batch: (head.call.seen.append(1), out.mean())[1],
-        "writes head.call.seen",
-    ),
-    "an ordered dictionary": (_ordered, "writes head.ordered"),
     "a finalizer": (
         lambda head, out, batch: (weakref.finalize(out, head.freed.append, 1), out.mean())[1],
         "after the forward",

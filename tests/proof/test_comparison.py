@@ -3,8 +3,6 @@
 Random layers give their means, whichever way they draw; what cannot is named.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A proof holds as long as the model is as it was; whatever is changed is seen and named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

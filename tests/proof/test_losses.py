@@ -1,7 +1,5 @@
 """Losses and what is computed along the batch: which are proved, and what is said of the others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

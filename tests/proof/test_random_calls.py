@@ -1,7 +1,5 @@
 """What rules say of random calls is what these do with data; a wrong rule is found."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The models of the zoo are proved, as their configurations train them, and rightly so."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

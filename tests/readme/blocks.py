@@ -6,12 +6,15 @@ commands, ``<!-- test: script 2 -->`` runs Python as a file of its own, by torch
 ``<!-- test: needs MODULE -->`` runs Python where that module is installed.
 """
 
-from __future__ import annotations
-
+import contextlib
+import io
 import re
+import runpy
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-__all__ = ["Block", "blocks_of", "commands_of"]
+from functools import cache
+from unittest import mock
 
 _SHELLS = ("", "bash", "sh", "shell", "console")
 """A fence without a language holds commands."""
@@ -88,3 +91,21 @@ def commands_of(block: Block) -> list[str]:
         lines = [line[2:] for line in lines if line.startswith("$ ")]
     commands = [re.sub(r"(^|\s+)#.*$", "", line) for line in lines]
     return [command for command in commands if command]
+
+
+def unknown_options(module: str, words: Iterable[str]) -> list[str]:
+    """Options among the words that are not in the ``--help`` of a module."""
+    options = {word.split("=")[0] for word in words if word.startswith("-")}
+    return sorted(options - set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", _help_of(module))))
+
+
+@cache
+def _help_of(module: str) -> str:
+    """What a module prints for ``--help``, in this process: imports take seconds."""
+    with (
+        mock.patch.object(sys, "argv", [module, "--help"]),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.suppress(SystemExit),
+    ):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return out.getvalue()

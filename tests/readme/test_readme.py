@@ -18,20 +18,14 @@ Python blocks of a page run in sequence, in one namespace, on two ranks, after :
 which makes the things that the text takes for granted.
 """
 
-from __future__ import annotations
-
-import contextlib
 import importlib.util
-import io
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -39,7 +33,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from tests.readme.blocks import Block, blocks_of, commands_of
+from tests.readme.blocks import Block, blocks_of, commands_of, unknown_options
 from torchrec_picasso.app.cli import demo
 from torchrec_picasso.app.cli.main import main
 from torchrec_picasso.app.launch.run_ranks import run_ranks
@@ -177,17 +171,6 @@ def _run(argv: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def _help_of(module: str) -> str:
-    """What a module prints for ``--help``, in this process: imports take seconds."""
-    with (
-        mock.patch.object(sys, "argv", [module, "--help"]),
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.suppress(SystemExit),
-    ):
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    return out.getvalue()
-
-
 def _as_python(words: list[str]) -> list[str]:
     """The command of this Python that a command line means."""
     program, *arguments = words
@@ -225,10 +208,8 @@ def run_command(command: str, extra: str, folder: Path) -> None:
     argv = _as_python(words)
     module = argv[argv.index("-m") + 1] if "-m" in argv else ""
     if module.startswith(ONLY_HELP):
-        help_text = _help_of(module)
-        options = {word.split("=")[0] for word in argv[3:] if word.startswith("-")}
-        known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", help_text))
-        assert options <= known, f"{command}: {sorted(options - known)} not in --help"
+        unknown = unknown_options(module, argv[3:])
+        assert not unknown, f"{command}: {unknown} not in --help"
         return
     subcommand = _subcommand(argv)
     if "--help" not in argv:

@@ -1,7 +1,5 @@
 """A batch from its features to its update on fake ranks, against rows indexed one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

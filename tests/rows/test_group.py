@@ -1,7 +1,5 @@
 """Memory that was given back is used again, and only then."""
 
-from __future__ import annotations
-
 import torch
 
 from torchrec_picasso.rows.group import RowBuffers

@@ -1,7 +1,5 @@
 """Which rows enter a hot set and which leave it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

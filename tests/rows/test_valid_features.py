@@ -1,7 +1,5 @@
 """Lengths that do not fit are mended before lookups are reordered by them; all ranks hear it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torchrec import KeyedJaggedTensor

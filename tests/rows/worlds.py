@@ -1,7 +1,5 @@
 """A row group on every one of some fake ranks, and the training that it is compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -62,9 +60,7 @@ class World:
 
 
 def make_world(
-    size: int,
-    tables: Sequence[PackedTable] | None = None,
-    weights: Sequence[Tensor] | None = None,
+    size: int, tables: Sequence[PackedTable] | None = None, weights: Sequence[Tensor] | None = None
 ) -> World:
     """Row groups with SGD, and weights that no two rows share unless they are given."""
     tables = TABLES[size] if tables is None else tables

@@ -1,7 +1,5 @@
 """Every schedule is legal, complete and printable; an illegal one is refused, saying why."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

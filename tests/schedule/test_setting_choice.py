@@ -1,7 +1,5 @@
 """The choice of micro-batches and lookahead: near the fastest, the same on all ranks, exact."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

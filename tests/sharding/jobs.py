@@ -5,8 +5,6 @@ local shards, which ``whole`` joins in the test's own process. Every placement s
 weights and sees the same batches, so two results can be compared number by number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +22,6 @@ from torchrec import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     KeyedJaggedTensor,
-    PoolingType,
 )
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
@@ -36,6 +33,7 @@ from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.optim import optimizers
 
 from tests.support.placing import CPU, distribute, place, wire_codecs
+from tests.support.tables import Table, configs_of
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
     HotColdEmbeddingCollectionSharder,
@@ -59,31 +57,6 @@ OPTIMIZERS: Mapping[str, Any] = {
     "partial_rowwise_lamb": optimizers.PartialRowWiseLAMB,
     "lars": optimizers.LarsSGD,
 }
-
-
-@dataclass(frozen=True)
-class Table:
-    name: str
-    dim: int
-    rows: int
-    features: tuple[str, ...]
-    mean: bool = False
-
-
-def configs_of(kind: type, tables: Iterable[Table], **more: Any) -> list[Any]:
-    """Configurations of tables, for a collection."""
-    pooling = {"pooling": PoolingType.MEAN}
-    return [
-        kind(
-            name=table.name,
-            embedding_dim=table.dim,
-            num_embeddings=table.rows,
-            feature_names=list(table.features),
-            **(pooling if table.mean else {}),
-            **more,
-        )
-        for table in tables
-    ]
 
 
 PLAIN = (

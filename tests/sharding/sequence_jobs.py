@@ -4,8 +4,6 @@ A target attends over a history of the same table; a second sequence table and t
 pooled ones stand beside. Every placement starts from the same weights and sees the same batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A refused batch leaves nothing behind; placements that cannot be hot/cold are refused by name."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import product
 from typing import Any

@@ -4,8 +4,6 @@ That they train as stock TorchRec is tested where all placements are: ``test_exa
 ``test_sequences.py``, ``tests/train_pipeline/test_against_stock.py``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

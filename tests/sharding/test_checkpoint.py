@@ -5,8 +5,6 @@ placement. Its losses, weights and optimizer state must equal the uncut run's, w
 order of sums that test_exactness.py allows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ Twelve steps at most at learning rate 0.1 amplify one rounding (6e-8 relative) b
 hence the tolerance. What needs no sum over ranks, the replicas, is bit-equal.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable

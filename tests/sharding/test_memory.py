@@ -1,7 +1,5 @@
 """A step leaves nothing behind: no tensor outlives it, and no module outlives its last use."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -5,8 +5,6 @@ own before anybody waited for that, and pooled on backward's. There is no device
 ``stream_races.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

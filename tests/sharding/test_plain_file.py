@@ -4,8 +4,6 @@ Predictions of the unsharded model are the sharded one's to the rounding of its 
 TorchRec's quantized modules are near, as 8 bits a value allow.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ interleaved pipeline in 1, 2 and 4 micro-batches, looking ahead or not. Toleranc
 ``test_against_stock``: float32 sums in another order, nothing else.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -6,9 +6,7 @@ what the one before saved, under another hot set, trains a step and saves. What 
 what was saved, bit by bit.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,10 @@ from torchrec.distributed.planner import Topology
 
 from tests.sharding.jobs import Result, checkpoint_of, result_of, whole
 from tests.support.placing import CPU, distribute
+from tests.support.tables import configs_of, stats_of, tables_of
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_planner
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.frequency import FrequencyStats, TableCounts
+from torchrec_picasso.frequency import FrequencyStats
 
 KINDS = ("none", "some", "all")
 ROWS = {f"{kind}_{rows}": rows for rows in range(1, 10) for kind in KINDS}
@@ -64,15 +63,10 @@ class Model(nn.Module):
         super().__init__()
         self.ebc = EmbeddingBagCollection(
             device=CPU,
-            tables=[
-                EmbeddingBagConfig(
-                    name=name,
-                    num_embeddings=rows,
-                    embedding_dim=4 if rows % 2 else 8,
-                    feature_names=[f"f_{name}"],
-                )
-                for name, rows in ROWS.items()
-            ],
+            tables=configs_of(
+                EmbeddingBagConfig,
+                [replace(of, dim=4) if of.rows % 2 else of for of in tables_of(ROWS, 8)],
+            ),
         )
         for name, rows in ROWS.items():
             kind = torchrec.optim.RowWiseAdagrad if rows % 3 else torch.optim.Adagrad
@@ -82,19 +76,7 @@ class Model(nn.Module):
 
 def _stats() -> FrequencyStats:
     """Low rows are the frequent ones, so that hot rows and load lie at the front."""
-    return FrequencyStats(
-        tables={
-            name: TableCounts(
-                num_embeddings=rows,
-                feature_names=(f"f_{name}",),
-                rows_U=torch.arange(rows),
-                counts_U=torch.arange(rows, 0, -1) ** 3 + 1,
-            )
-            for name, rows in ROWS.items()
-        },
-        num_batches=10,
-        num_samples=10 * BATCH,
-    )
+    return stats_of(ROWS, lambda rows: torch.arange(rows, 0, -1) ** 3 + 1, 10, BATCH)
 
 
 def _batch(rank: int) -> KeyedJaggedTensor:

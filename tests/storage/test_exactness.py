@@ -1,7 +1,5 @@
 """Every setting that would silently differ from stock TorchRec is refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

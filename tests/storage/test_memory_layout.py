@@ -1,7 +1,5 @@
 """Replicas are a table of their own exactly where homes are in managed memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torchrec.distributed.embedding_types import (

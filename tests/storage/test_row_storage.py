@@ -3,8 +3,6 @@
 In one table and in two.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import io

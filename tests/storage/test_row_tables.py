@@ -1,7 +1,5 @@
 """One table and two give the same bits, by whatever rows of either kind a step has."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Updates by torch's operators: row-wise Adagrad is FBGEMM's, the others are the dense formulas."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -93,9 +91,7 @@ def test_bags_are_updated_as_by_fbgemm(dim: int, weighted: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    [EmbOptimType.EXACT_ROWWISE_ADAGRAD, *ONLY_HERE],
-    ids=lambda which: which.name,
+    "optimizer", [EmbOptimType.EXACT_ROWWISE_ADAGRAD, *ONLY_HERE], ids=lambda which: which.name
 )
 @pytest.mark.parametrize("dim", [4, 36, 128])
 def test_replicas_have_the_same_bits_beside_any_homes(dim: int, optimizer: EmbOptimType) -> None:

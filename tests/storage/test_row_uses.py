@@ -1,7 +1,5 @@
 """Counts of uses that fade."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ The kernel of a table with one feature is told a decay of 0; those for more feat
 and for FP16 are told the user's. A weight_decay without a mode decays nothing anywhere.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

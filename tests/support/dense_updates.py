@@ -6,8 +6,6 @@ is gathered, nothing is done in place, and all constants are float32 as a kernel
 Source: FBGEMM ``codegen/genscript/optimizers.py``, the ``split_weight_update`` of each optimizer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

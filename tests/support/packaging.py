@@ -1,7 +1,5 @@
 """What setup.py and the requirements files say, read without installing anything."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Plans made by hand, and models that are sharded by them on the ranks that run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Memory and operators are the CPU's, so values are real. What would make the host
 is noted: a value read, or a result whose size only its values tell.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

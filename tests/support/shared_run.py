@@ -1,7 +1,5 @@
 """A run on ranks that several tests look at."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any

@@ -4,8 +4,6 @@ Every rank has the whole model and its own batches; gradients are averaged over 
 formulas update whole tables. Batches may be of any size, also 0 on some ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

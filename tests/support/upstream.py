@@ -6,8 +6,6 @@ objects that are theirs. What their classes define is read from their source: cl
 what their methods assign to ``self``.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

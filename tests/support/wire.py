@@ -5,8 +5,6 @@ It listens where :class:`.WireMeter` does, but keeps messages apart, so that a t
 is one exchange, whether the backend's own or made of messages.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any

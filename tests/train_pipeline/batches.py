@@ -1,7 +1,5 @@
 """Batches of every type that can be cut, and what it means that two of them are the same."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The two drivers of one exchange: TorchRec's own pipeline, and ours with each of its settings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

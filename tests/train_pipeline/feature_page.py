@@ -1,7 +1,5 @@
 """The text of ``docs/features.md``, from the words that ``feature_table.py`` finds for its runs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 

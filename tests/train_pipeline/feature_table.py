@@ -3,8 +3,6 @@
 ``.venv/bin/python -m tests.train_pipeline.feature_table`` runs it and writes ``docs/features.md``.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass

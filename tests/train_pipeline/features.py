@@ -1,7 +1,5 @@
 """The lines of the table of features: what is turned on in each, and nothing of how it goes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial

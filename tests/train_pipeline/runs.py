@@ -1,7 +1,5 @@
 """One job trained by the plain loop and by the interleaved pipeline, from given batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

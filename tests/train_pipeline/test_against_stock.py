@@ -15,8 +15,6 @@ lookup, we sum it per micro-batch and rank first; a rounding is 6e-8 relative, a
 amplify it by less than 1e3. A term near zero keeps the absolute error of its sum, hence ATOL.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -9,8 +9,6 @@ Operators that the host starts are what a step costs on fast links and for small
 are those that no other operator calls, on one of two ranks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -61,24 +59,27 @@ def _count(rank: int, world_size: int, jobs: dict[int, Job]) -> dict[Any, list[d
     found: dict[Any, list[dict[str, float]]] = {}
     for num_tables, job in jobs.items():
         for driver in PER_STEP:
-            pipeline = make_driver(driver, build(job, rank, world_size))
-            batches = (make_batch(job, rank, step) for step in itertools.count())
-            for _ in range(NUM_WARM):
-                pipeline.progress(batches)
-            if driver is None:
-                assert len(pipeline._pipelined_modules) == 1, "its exchange of ids is pipelined"
-            found[num_tables, driver] = [
-                _kinds_of_one_step(pipeline, batches, world_size) for _ in range(NUM_COUNTED)
-            ]
+            found[num_tables, driver] = _kinds(build(job, rank, world_size), job, rank, driver)
     return found
 
 
-def _kinds_of_one_step(pipeline: Any, batches: Any, world_size: int) -> dict[str, float]:
+def _kinds(model: Any, job: Job, rank: int, driver: Driver) -> list[dict[str, float]]:
+    """Collectives of some steps in the middle of a run, by kind."""
+    pipeline = make_driver(driver, model)
+    batches = (make_batch(job, rank, step) for step in itertools.count())
+    for _ in range(NUM_WARM):
+        pipeline.progress(batches)
+    if driver is None:
+        assert len(pipeline._pipelined_modules) == 1, "its exchange of ids is pipelined"
+    return [_kinds_of_one_step(pipeline, batches) for _ in range(NUM_COUNTED)]
+
+
+def _kinds_of_one_step(pipeline: Any, batches: Any) -> dict[str, float]:
     with MessageRecorder() as recorder:
         pipeline.progress(batches)
     exchanges = recorder.exchanges
     by_kind = {
-        "all_to_all": all_to_alls(exchanges, world_size),
+        "all_to_all": all_to_alls(exchanges, WORLD_SIZE),
         "all_reduce": exchanges.pop("allreduce_", 0),
     }
     others = {kind: n for kind, n in exchanges.items() if kind not in ("send", "alltoall_base_")}
@@ -97,19 +98,15 @@ def test_collectives_do_not_grow_with_tables(num_tables: int, driver: Driver) ->
         assert rank[num_tables, driver] == [PER_STEP[driver]] * NUM_COUNTED
 
 
-def _count_bags(rank: int, world_size: int, job: Job) -> dict[str, float]:
-    pipeline = make_driver((2, True), build(job, rank, world_size))
-    batches = (make_batch(job, rank, step) for step in itertools.count())
-    for _ in range(NUM_WARM):
-        pipeline.progress(batches)
-    return _kinds_of_one_step(pipeline, batches, world_size)
+def _count_one(rank: int, world_size: int, job: Job, driver: Driver) -> list[dict[str, float]]:
+    return _kinds(build(job, rank, world_size), job, rank, driver)
 
 
 def test_two_micro_batches_of_bags_exchange_by_wave() -> None:
     """A header and ids; bags and their gradients for two chunks of three waves, one a dim."""
     job = dataclasses.replace(_job(NUM_TABLES[1]), placement={"*": "bags"})
-    for rank in run_ranks(_count_bags, WORLD_SIZE, job, timeout_s=100):
-        assert rank["all_to_all"] == 2 + 2 * 2 * 3
+    for steps in run_ranks(_count_one, WORLD_SIZE, job, (2, True), timeout_s=100):
+        assert [step["all_to_all"] for step in steps] == [2 + 2 * 2 * 3] * NUM_COUNTED
 
 
 def _order_of_bags(rank: int, world_size: int) -> list[str]:
@@ -155,16 +152,11 @@ def test_a_rank_with_one_micro_batch_starts_collectives_in_the_same_order() -> N
 
 def _count_two_modules(rank: int, world_size: int) -> dict[Driver, dict[str, float]]:
     job = SequenceJob(placement={"*": 2}, batch_sizes=(24,))
-    found: dict[Driver, dict[str, float]] = {}
-    for driver in PER_STEP:
-        if driver is not None:
-            model = build_sequences(job, world_size)
-            pipeline = make_driver(driver, model)
-            batches = (make_batch(job, rank, step) for step in itertools.count())
-            for _ in range(NUM_WARM):
-                pipeline.progress(batches)
-            found[driver] = _kinds_of_one_step(pipeline, batches, world_size)
-    return found
+    return {
+        driver: _kinds(build_sequences(job, world_size), job, rank, driver)[0]
+        for driver in PER_STEP
+        if driver is not None
+    }
 
 
 def test_collectives_do_not_grow_with_modules() -> None:
@@ -178,16 +170,8 @@ def test_tables_that_are_not_packed_would_be_seen() -> None:
     """Guards the count: two modules, here two stock placements beside ours, send more."""
     job = _job(2)
     beside = dataclasses.replace(job, placement={"*": 4, "t1": "table_wise"})
-    for rank in run_ranks(_count_plain, WORLD_SIZE, beside, timeout_s=60):
-        assert rank["all_to_all"] > PER_STEP[None]["all_to_all"]
-
-
-def _count_plain(rank: int, world_size: int, job: Job) -> dict[str, float]:
-    pipeline = make_driver(None, build(job, rank, world_size))
-    batches = (make_batch(job, rank, step) for step in itertools.count())
-    for _ in range(NUM_WARM):
-        pipeline.progress(batches)
-    return _kinds_of_one_step(pipeline, batches, world_size)
+    for steps in run_ranks(_count_one, WORLD_SIZE, beside, None, timeout_s=60):
+        assert all(step["all_to_all"] > PER_STEP[None]["all_to_all"] for step in steps)
 
 
 TABLES = tuple(Table(f"t{number}", 8, 1000, (f"f{number}",)) for number in range(26))

@@ -3,8 +3,6 @@
 How long a step of the trial lasts: with what ranks wait for between steps.
 """
 
-from __future__ import annotations
-
 from itertools import count
 from types import SimpleNamespace
 from typing import Any

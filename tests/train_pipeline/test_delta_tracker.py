@@ -4,8 +4,6 @@ The tracker is read between steps, so that a batch filed under a wrong number wo
 Where stock is right only for TBEs of one table, each table has a learning rate of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

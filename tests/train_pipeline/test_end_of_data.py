@@ -1,7 +1,5 @@
 """Ranks with different numbers of batches: as the plain loop given empty ones; all end at once."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

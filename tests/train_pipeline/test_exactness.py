@@ -6,8 +6,6 @@ plain loop's own equality with stock TorchRec is ``tests/sharding/test_exactness
 sum gradients in another order, hence the tolerance; looking ahead changes no bit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

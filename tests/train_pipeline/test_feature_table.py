@@ -1,7 +1,5 @@
 """``docs/features.md`` says what a run says, and nothing in it trains otherwise than TorchRec."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

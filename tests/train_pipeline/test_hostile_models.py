@@ -1,7 +1,5 @@
 """Models and programs that are made to train wrongly in micro-batches: none does."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

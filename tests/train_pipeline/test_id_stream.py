@@ -6,8 +6,6 @@ weights, of batches that were cut and of those that stand in for data that has e
 and evaluation; not that a device overlaps them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ What they compute is compared elsewhere: with FBGEMM's formulas over whole table
 ``tests/storage/test_row_updates.py`` and for whole trainings in ``test_against_stock.py``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ The witness is TorchRec's ``TrainPipelineSparseDist`` over stock tables, where i
 the same samples written out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A rank that raises ends all with its own message; one that hangs is named, and who waits."""
 
-from __future__ import annotations
-
 import datetime
 import time
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ stock side is TorchRec's own sharder, table-wise, by the plain loop on the same 
 batches. Bad input is tested in ``tests/sharding/test_bad_input.py``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from typing import Any

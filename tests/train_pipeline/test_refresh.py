@@ -4,8 +4,6 @@ Batches prefer low ids, while the first hot set is every third row, so rows chan
 every look. What was counted goes on under another plan: other hot rows, homes and ranks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

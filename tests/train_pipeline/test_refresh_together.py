@@ -1,8 +1,6 @@
 """Hot rows that change, beside what else a run does: sequences, evaluation, detaching, a second
 pipeline, data that ends sooner on one rank, and bags; each against the plain loop."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

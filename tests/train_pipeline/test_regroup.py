@@ -1,7 +1,5 @@
 """``KTRegroupAsDict`` under the pipeline: the same values and training, by a copy instead."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Two pipelines over one model: each sees the updates of the other, or is refused 
 The states of a pipeline: which may follow which, and what a failed step leaves.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -8,8 +8,6 @@ messages are read off PyTorch's dispatcher. All of it is exact. Clean are rows t
 rank used in the step before.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from functools import cache

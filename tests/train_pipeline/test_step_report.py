@@ -1,7 +1,5 @@
 """Reports of training steps: every figure against an independent one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

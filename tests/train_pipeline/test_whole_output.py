@@ -1,7 +1,5 @@
 """An output that is computed once is given out in parts, and its backward runs once."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,9 +1,8 @@
 """What lies beside a checkpoint's states: hot rows, their uses and the setting; damage by name."""
 
-from __future__ import annotations
-
 import contextlib
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,31 +70,6 @@ def test_a_resumed_run_goes_on_with_its_hot_rows(tmp_path: Path) -> None:
     torch.testing.assert_close(cut, whole)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"no pickle",
-        torch.zeros(3),
-        {"t": torch.zeros(3)},
-        [1, 2],
-        {"t": torch.tensor([-1, 2])},
-        {"t": torch.tensor([2, 2])},
-        {1: torch.tensor([2])},
-        {"t": torch.tensor([1]).to_sparse()},
-        {"t": torch.zeros(1, dtype=torch.int64).expand(10**10)},  # 80 GB if it were copied
-    ],
-)
-def test_a_damaged_file_is_named(tmp_path: Path, content: Any) -> None:
-    path = tmp_path / "hot_rows.pt"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        torch.save(content, path)
-    with pytest.raises(PicassoError, match=r"hot_rows\.pt: cannot be read as hot rows; delete"):
-        read_hot_rows(tmp_path)
-
-
 ROWS, USES = torch.tensor([1, 4]), torch.tensor([0.5, 3.0])
 
 
@@ -109,9 +83,29 @@ def test_uses_come_back(tmp_path: Path) -> None:
     torch.testing.assert_close(saved.uses_by_table, {"t": (ROWS, USES)})
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
+def test_a_setting_comes_back_to_the_same_ranks_and_batches(tmp_path: Path) -> None:
+    assert read_setting(tmp_path, 2, 512) is None
+    for setting in (Setting(4, lookahead=True), Setting(1, lookahead=False)):
+        write_setting(tmp_path, setting, 2, 512)
+        assert read_setting(tmp_path, 2, 512) == setting
+        assert read_setting(tmp_path, 4, 512) is None
+        assert read_setting(tmp_path, 2, 1024) is None
+
+
+DAMAGED: dict[str, list[Any]] = {
+    "hot_rows.pt: cannot be read as hot rows": [
+        b"",
+        b"no pickle",
+        torch.zeros(3),
+        {"t": torch.zeros(3)},
+        [1, 2],
+        {"t": torch.tensor([-1, 2])},
+        {"t": torch.tensor([2, 2])},
+        {1: torch.tensor([2])},
+        {"t": torch.tensor([1]).to_sparse()},
+        {"t": torch.zeros(1, dtype=torch.int64).expand(10**10)},  # 80 GB if it were copied
+    ],
+    "uses.pt: cannot be read as hot rows": [
         {"batches": 1.0},
         {"batches": float("nan"), "tables": {}},
         {"batches": 1, "tables": {}},
@@ -122,35 +116,31 @@ def test_uses_come_back(tmp_path: Path) -> None:
         {"batches": 1.0, "tables": {"t": [ROWS, USES[:1]]}},
         {"batches": 1.0, "tables": {"t": [ROWS, -USES]}},
     ],
-)
-def test_damaged_uses_are_named(tmp_path: Path, content: Any) -> None:
-    torch.save(content, tmp_path / "uses.pt")
-    with pytest.raises(PicassoError, match=r"uses\.pt: cannot be read as hot rows; delete"):
-        read_uses(tmp_path)
-
-
-def test_a_setting_comes_back_to_the_same_ranks_and_batches(tmp_path: Path) -> None:
-    assert read_setting(tmp_path, 2, 512) is None
-    for setting in (Setting(4, lookahead=True), Setting(1, lookahead=False)):
-        write_setting(tmp_path, setting, 2, 512)
-        assert read_setting(tmp_path, 2, 512) == setting
-        assert read_setting(tmp_path, 4, 512) is None
-        assert read_setting(tmp_path, 2, 1024) is None
+    "setting.json: cannot be read as a setting": [
+        b"",
+        b"[]",
+        b"{}",
+        b"\xff",
+        b'{"num_micro_batches": "4", "lookahead": true, "ranks": 2, "batch_size": 512}',
+        b'{"num_micro_batches": 4, "lookahead": 1, "ranks": 2, "batch_size": 512}',
+        b'{"num_micro_batches": [4], "lookahead": true, "ranks": 2, "batch_size": 512}',
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "[]",
-        "{}",
-        "\xff",
-        '{"num_micro_batches": "4", "lookahead": true, "ranks": 2, "batch_size": 512}',
-        '{"num_micro_batches": 4, "lookahead": 1, "ranks": 2, "batch_size": 512}',
-        '{"num_micro_batches": [4], "lookahead": true, "ranks": 2, "batch_size": 512}',
-    ],
+    ("told", "content"), [(told, content) for told in DAMAGED for content in DAMAGED[told]]
 )
-def test_a_damaged_setting_is_named(tmp_path: Path, content: str) -> None:
-    (tmp_path / "setting.json").write_text(content, encoding="latin-1")
-    with pytest.raises(PicassoError, match=r"setting\.json: cannot be read as a setting; delete"):
-        read_setting(tmp_path, 2, 512)
+def test_a_damaged_file_is_named(tmp_path: Path, told: str, content: Any) -> None:
+    name = told.partition(":")[0]
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    else:
+        torch.save(content, tmp_path / name)
+    read = {
+        "hot_rows.pt": read_hot_rows,
+        "uses.pt": read_uses,
+        "setting.json": lambda folder: read_setting(folder, 2, 512),
+    }[name]
+    with pytest.raises(PicassoError, match=rf"{re.escape(told)}; delete"):
+        read(tmp_path)

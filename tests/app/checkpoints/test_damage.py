@@ -1,7 +1,5 @@
 """A damaged checkpoint is found by name and passed over; a failed write leaves the one before."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import itertools

@@ -4,10 +4,7 @@ The writing thread is held back until training has changed everything, so a stat
 copied would show.
 """
 
-from __future__ import annotations
-
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks.reliability.small_trainer import SmallTrainer
 from benchmarks.reliability.whole_state import differences, join_state
+from tests.support.processes import wait_until
 from torchrec_picasso.app.checkpoints.load import load_checkpoint
 from torchrec_picasso.app.checkpoints.writer import CheckpointWriter
 from torchrec_picasso.app.config import CheckpointConfig
@@ -47,13 +45,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def wait_for(path: Path) -> None:
-    until_s = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < until_s, f"{path} never came"
-        time.sleep(0.01)
-
-
 def save_and_train_on(rank: int, world_size: int, top: str) -> dict[str, Any]:
     """Per plan: names while two checkpoints are written and after, and what a load differs in."""
     found: dict[str, Any] = {}
@@ -70,7 +61,8 @@ def save_and_train_on(rank: int, world_size: int, top: str) -> dict[str, Any]:
             trainer.train(range(2, 4))
             during_first = names(folder)
             held.go.set()
-            wait_for(folder / "step_00000002")  # nobody has to ask for it to be whole
+            whole = folder / "step_00000002"  # nobody has to ask for it to be that
+            wait_until(whole.exists, f"{whole} is there")
             writer.finish()
             held.go.clear()
             trainer.train(range(4, 6))  # replicas are ahead of their homes

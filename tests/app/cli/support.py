@@ -1,7 +1,5 @@
 """What the tests of the subcommands share: a small run, and how a refusal must look."""
 
-from __future__ import annotations
-
 import pytest
 
 from torchrec_picasso.app.cli.main import main

@@ -1,7 +1,5 @@
 """``calibrate``: measured curves of real ranks, in a file that planning reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,11 +1,8 @@
 """The command line: exit codes, one clear message, and whole runs with tiny settings."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 
 from tests.app.cli.support import TINY_CONFIG, Capture, error_of
 from tests.app.zoo.criteo_data import samples, write_parquet, write_text
+from tests.support.processes import run_python
 from torchrec_picasso.app.cli.main import main
 
 TINY_DEMO = ["--steps", "10", "--batch-size", "64", "--dim", "8", "--hot-rows", "200"]
@@ -61,22 +59,16 @@ def test_bad_arguments(argv: list[str], words: str, capsys: Capture) -> None:
         (["--steps", "9"], "--steps: expected at least 10, got 9"),
         (["--rate-mbit", "0"], "--rate-mbit: expected more than 0, got 0"),
         (["--dim", "10"], "ModelConfig: embedding_dim: expected a multiple of 4, got 10"),
+        (["--data", "EMPTY"], "EMPTY: the file is empty; expected Criteo samples"),
+        (["--out", "EMPTY"], "--out EMPTY: cannot make this folder"),
     ],
 )
-def test_demo_out_of_range(
-    options: list[str], expected: str, tmp_path: Path, capsys: Capture
-) -> None:
-    assert error_of(["demo", "--out", str(tmp_path), *options], capsys) == expected
-
-
-def test_demo_bad_files(tmp_path: Path, capsys: Capture) -> None:
+def test_demo_bad_input(options: list[str], expected: str, tmp_path: Path, capsys: Capture) -> None:
     empty = tmp_path / "empty"
     empty.touch()
-    out = ["--out", str(tmp_path / "out")]
-    message = error_of(["demo", "--data", str(empty), *out], capsys)
-    assert message == f"{empty}: the file is empty; expected Criteo samples"
-    message = error_of(["demo", "--out", str(empty)], capsys)
-    assert message.startswith(f"--out {empty}: cannot make this folder")
+    placed = [str(empty) if option == "EMPTY" else option for option in options]
+    message = error_of(["demo", "--out", str(tmp_path / "out"), *placed], capsys)
+    assert message.startswith(expected.replace("EMPTY", str(empty)))
 
 
 def test_error_inside_a_rank_is_one_message(tmp_path: Path, capsys: Capture) -> None:
@@ -105,19 +97,6 @@ def test_demo_end_to_end(tmp_path: Path, capsys: Capture) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "demo.png"]
 
 
-def run_program(*argv: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """The program as a user starts it, so that what its ranks print is seen."""
-    root = str(Path(__file__).parents[3])
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "torchrec_picasso", *argv],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("argv", [["--help"], ["plan", "--help"], ["train", "--confg", "x"]])
 def test_help_and_wrong_arguments_need_no_pytorch(argv: list[str]) -> None:
     code = (
@@ -125,7 +104,7 @@ def test_help_and_wrong_arguments_need_no_pytorch(argv: list[str]) -> None:
         f"try: main({argv})\n"
         "finally: assert not {'torch', 'torchrec', 'pandas'} & sys.modules.keys()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python("-c", code)
     assert "AssertionError" not in done.stderr
     assert "usage: torchrec-picasso" in done.stdout + done.stderr
 
@@ -162,7 +141,7 @@ def test_train_and_resume(tmp_path: Path, capsys: Capture) -> None:
     assert (folder / "step_00000004").is_dir()
     assert "pass --resume to continue" in error_of(argv, capsys)
     file.write_text(file.read_text().replace("steps: 4\nlog", "steps: 6\nlog"))
-    resumed = run_program(*argv, "--resume")
+    resumed = run_python("-m", "torchrec_picasso", *argv, "--resume")  # its ranks print, too
     assert resumed.returncode == 0, resumed.stderr
     assert f"resumed from {folder / 'step_00000004'} at step 4" in resumed.stdout
     assert "step 6 of 6: loss" in resumed.stdout
@@ -180,8 +159,8 @@ def test_train_under_torchrun_with_a_file(tmp_path: Path) -> None:
     file.write_text(settings.replace("steps: 4", "steps: 5", 1))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     picture = tmp_path / "steps.svg"
-    profile = ("--profile", "1", "--profile-out", str(picture))
-    done = run_program("train", "--config", str(file), *profile, launcher=torchrun)
+    argv = ("train", "--config", str(file), "--profile", "1", "--profile-out", str(picture))
+    done = run_python(*torchrun, "-m", "torchrec_picasso", *argv)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 4 of 5: loss") == 1
     assert done.stdout.count(f"steps 3 to 3: timeline in {picture}\n") == 1

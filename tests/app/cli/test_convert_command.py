@@ -1,7 +1,5 @@
 """``convert``: from a run's folder to one file; what it cannot use is one clear line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -4,8 +4,6 @@ That every model trains as under stock is ``tests/app/zoo/test_models.py``, and 
 configuration trains ``test_configs.py`` there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import subprocess

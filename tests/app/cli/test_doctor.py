@@ -1,7 +1,5 @@
 """``doctor``: five lines within 20 s, or one line about what is missing."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import time

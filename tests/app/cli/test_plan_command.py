@@ -1,7 +1,5 @@
 """``plan``: a decision on the screen, as JSON and as a picture; files of something else refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -84,23 +82,17 @@ def test_a_plan_with_statistics_says_why_in_every_form(
     assert "warning" not in text
 
 
-def test_a_plan_has_the_waves_of_the_configuration(tmp_path: Path, capsys: Capture) -> None:
-    config, out = tmp_path / "waves.yaml", tmp_path / "plan.json"
-    config.write_text(TINY_CONFIG.replace("hot_rows: 20", "hot_rows: 20, num_waves: 2"))
-    output_of(["plan", "--config", str(config), "--hot-rows", "0", "--json", str(out)], capsys)
-    tables = json.loads(out.read_text())["tables"]
-    assert {table["wave"] for table in tables} == {0, 1}
-
-
-def test_a_total_of_hot_rows_is_kept(
+def test_a_total_of_hot_rows_is_kept_and_waves_are_those_of_the_configuration(
     tmp_path: Path, config: str, stats: str, capsys: Capture
 ) -> None:
-    out = tmp_path / "plan.json"
-    argv = ["plan", "--config", config, "--stats", stats, "--hot-rows", "30", "--json", str(out)]
-    output_of(argv, capsys)
+    waves, out = tmp_path / "waves.yaml", tmp_path / "plan.json"
+    waves.write_text(Path(config).read_text().replace("hot_rows: 20", "hot_rows: 20, num_waves: 2"))
+    argv = ["plan", "--config", str(waves), "--stats", stats, "--hot-rows", "30"]
+    output_of([*argv, "--json", str(out)], capsys)
     tables = json.loads(out.read_text())["tables"]
     assert sum(line["hot_rows"] for line in tables) == 30
     assert {line["placement"] for line in tables} == {"hot_cold"}
+    assert {line["wave"] for line in tables} == {0, 1}
 
 
 def test_the_world_size_is_that_of_the_curves_unless_given(

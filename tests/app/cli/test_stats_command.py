@@ -1,7 +1,5 @@
 """``stats``: from files or a configuration to statistics, a table and a picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +26,6 @@ def write(path: Path, **columns: Any) -> str:
 def config(tmp_path: Path) -> str:
     file = tmp_path / "run.yaml"
     file.write_text(TINY_CONFIG)
-    return str(file)
-
-
-@pytest.fixture
-def criteo_config(tmp_path: Path) -> str:
-    """All 26 tables, as a Criteo file has them."""
-    file = tmp_path / "criteo.yaml"
-    file.write_text(TINY_CONFIG.replace("num_tables: 4", "max_rows: 50"))
     return str(file)
 
 
@@ -160,23 +150,23 @@ REFUSALS: list[tuple[list[str], str]] = [
 ]
 
 
+@pytest.fixture
+def places(tmp_path: Path, clicks: str, config: str) -> dict[str, str]:
+    """What words of the refusals stand for; a Criteo file has all 26 tables."""
+    out, criteo = str(tmp_path / "stats.parquet"), tmp_path / "criteo.yaml"
+    criteo.write_text(TINY_CONFIG.replace("num_tables: 4", "max_rows: 50"))
+    files = {"OUT": out, "CLICKS": clicks, "CONFIG": config, "CRITEO": str(criteo)}
+    return {**files, "DIR": str(tmp_path)}
+
+
 @pytest.mark.parametrize(("argv", "words"), REFUSALS, ids=[words for _, words in REFUSALS])
 def test_what_cannot_be_counted_is_refused(
-    argv: list[str],
-    words: str,
-    tmp_path: Path,
-    clicks: str,
-    config: str,
-    criteo_config: str,
-    capsys: Capture,
+    argv: list[str], words: str, places: dict[str, str], capsys: Capture
 ) -> None:
-    out = str(tmp_path / "stats.parquet")
-    places = {"OUT": out, "CLICKS": clicks, "CONFIG": config, "CRITEO": criteo_config}
-
     def placed(text: str) -> str:
         for name, place in places.items():
             text = text.replace(name, place)
-        return text.replace("DIR", str(tmp_path))
+        return text
 
     message = error_of(["stats", *map(placed, argv)], capsys)
     assert message.startswith(placed(words))

@@ -1,7 +1,5 @@
 """Configuration files: every problem at once, each with its place; no YAML runs anything."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

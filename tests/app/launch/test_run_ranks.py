@@ -3,8 +3,6 @@
 Ranks of one start agree on a part of a store, whatever earlier starts left in it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -19,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.processes import environment, run_python, wait_until
 from torchrec_picasso.app.launch.fresh_store import fresh_store
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.errors import InputError
@@ -103,17 +102,8 @@ def test_nothing_is_printed_and_no_process_is_left(tmp_path: Path) -> None:
         "if __name__ == '__main__':\n"
         "    run_ranks(sum_over_ranks, 2, 1.0, timeout_s=60.0)\n"
     )
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        check=True,
-    )
-    assert done.stdout == ""
-    assert done.stderr == ""
+    done = run_python("-W", "ignore", str(script))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize(
@@ -186,15 +176,14 @@ def test_ctrl_c_ends_the_ranks(tmp_path: Path) -> None:
         "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "    run_ranks(say_pid_and_wait, 2, sys.argv[1], timeout_s=60.0)\n"
     )
-    root = Path(__file__).parents[3]
     main = subprocess.Popen(
         [sys.executable, str(script), str(tmp_path)],
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env=environment(),
     )
     files = [tmp_path / f"pid_{rank}" for rank in range(2)]
-    _wait_until(lambda: all(file.exists() for file in files))
+    wait_until(lambda: all(file.exists() for file in files), "the ranks start")
     main.send_signal(signal.SIGINT)
     _, stderr = main.communicate(timeout=TIMEOUT_S)
     assert "KeyboardInterrupt" in stderr
@@ -206,13 +195,6 @@ def say_pid_and_wait(rank: int, world_size: int, folder: str) -> None:
     aside.write_text(str(os.getpid()))
     aside.rename(Path(folder, f"pid_{rank}"))
     signal.pause()
-
-
-def _wait_until(condition: Any) -> None:
-    until_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < until_s, "the ranks did not start"
-        time.sleep(0.05)
 
 
 def _is_alive(pid: int) -> bool:

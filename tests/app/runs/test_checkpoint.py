@@ -1,7 +1,5 @@
 """Checkpoints are whole or not taken; a resumed run continues with equal losses."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The dense part alone: of pooled models and of models of sequences."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -3,8 +3,6 @@
 Every placement starts from the same weights and trains the same model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """Quality checks: areas under curves, intervals of their differences, and the gate itself."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 Curves are read back: they are what the reports say, by steps of the whole training.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io
@@ -40,14 +38,10 @@ CONFIG = tiny_run(
     ),
 )
 OF_PIPELINE = {
-    "samples_per_s",
-    "exposed_share",
-    "sent_bytes",
-    "coverage",
-    "peak_bytes",
-    "rows_moved",
-    "busiest_home",
+    *("samples_per_s", "exposed_share", "sent_bytes", "coverage", "peak_bytes"),
+    *("rows_moved", "busiest_home"),
 }
+Runs, Trained = tuple[Path, dict[str, Any]], tuple[Path, list[StepReport]]
 OF_RUN = {"train/loss", "train/samples_per_s", "heldout/auc"}
 
 
@@ -81,12 +75,12 @@ def _runs(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
     return folder, run_ranks(_runs, 2, str(folder), timeout_s=200)[0]
 
 
-def test_watching_and_drawing_change_no_bit(runs: tuple[Path, dict[str, Any]]) -> None:
+def test_watching_and_drawing_change_no_bit(runs: Runs) -> None:
     folder, found = runs
     assert found["watched"]["losses"] == found["plain"]["losses"]
     assert found["watched"]["auc"] == found["plain"]["auc"]
@@ -95,7 +89,7 @@ def test_watching_and_drawing_change_no_bit(runs: tuple[Path, dict[str, Any]]) -
     assert names == [f"step_{step:08d}" for step in (12, 16, 24)]  # none where a profile ended
 
 
-def test_curves_are_of_the_whole_training(runs: tuple[Path, dict[str, Any]]) -> None:
+def test_curves_are_of_the_whole_training(runs: Runs) -> None:
     folder, found = runs
     curves = curves_in(folder / "watched")
     assert curves.keys() == OF_RUN | {f"pipeline/{name}" for name in OF_PIPELINE}
@@ -112,7 +106,7 @@ def test_curves_are_of_the_whole_training(runs: tuple[Path, dict[str, Any]]) -> 
         assert 0 < of_both < 2 * of_one * (1 + FLOAT32)  # the clock runs between steps, too
 
 
-def test_stock_pipelines_have_the_curves_of_the_run(runs: tuple[Path, dict[str, Any]]) -> None:
+def test_stock_pipelines_have_the_curves_of_the_run(runs: Runs) -> None:
     folder, found = runs
     curves = curves_in(folder / "stock")
     assert curves.keys() == OF_RUN
@@ -121,7 +115,7 @@ def test_stock_pipelines_have_the_curves_of_the_run(runs: tuple[Path, dict[str, 
     )
 
 
-def test_pictures_are_of_the_steps_that_are_told(runs: tuple[Path, dict[str, Any]]) -> None:
+def test_pictures_are_of_the_steps_that_are_told(runs: Runs) -> None:
     folder, found = runs
     # two steps with the setting found, one not drawn; a resumed run counts on, up to a checkpoint
     # and from the one after; a run that ends unsettled has its last steps drawn, but two
@@ -204,12 +198,12 @@ def _train(rank: int, world_size: int, folder: str) -> list[StepReport]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[StepReport]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("curves")
     return folder, run_ranks(_train, 2, str(folder), timeout_s=100)[0]
 
 
-def test_each_step_is_a_point(trained: tuple[Path, list[StepReport]]) -> None:
+def test_each_step_is_a_point(trained: Trained) -> None:
     folder, reports = trained
     assert len(list((folder / "each").iterdir())) == 1  # rank 0's alone
     curves = curves_in(folder / "each")
@@ -228,7 +222,7 @@ def test_each_step_is_a_point(trained: tuple[Path, list[StepReport]]) -> None:
     assert loads == pytest.approx([max(of) / fmean(of) for of in uses], rel=FLOAT32)
 
 
-def test_a_point_may_be_of_several_steps(trained: tuple[Path, list[StepReport]]) -> None:
+def test_a_point_may_be_of_several_steps(trained: Trained) -> None:
     folder, reports = trained
     curves = curves_in(folder / "third")
     windows = [reports[:2], reports[2:5], reports[5:8]]  # steps 11 to 12, to 15, to 18

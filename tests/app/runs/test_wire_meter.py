@@ -1,7 +1,5 @@
 """The byte meter against known sizes, DDP's C++ reducer, and the kernel's own counter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

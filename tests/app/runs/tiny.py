@@ -1,7 +1,5 @@
 """A run of few steps, small enough for tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

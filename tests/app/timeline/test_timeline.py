@@ -1,7 +1,5 @@
 """The timeline of real steps: every operation once and in order, its waits, its exchanges."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from itertools import pairwise

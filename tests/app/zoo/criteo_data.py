@@ -1,7 +1,5 @@
 """Small Criteo files, written as Parquet and as text from the same samples."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -3,8 +3,6 @@
 Rows with histories of their own first, then a log, whose histories are the clicks before.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 

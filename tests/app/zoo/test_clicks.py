@@ -1,8 +1,7 @@
 """Clicks as columns, a log of them, the teacher of pairs, and the DIN that reads them."""
 
-from __future__ import annotations
-
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -21,13 +20,22 @@ from torchrec_picasso.errors import InputError
 LISTS = [[4, 9], [], [9, 9, 1], [2]]
 
 
-def make_clicks() -> Clicks:
+def clicks_of(
+    targets: list[int],
+    lists: list[list[int]],
+    users: Sequence[int] = (),
+    clicked: Sequence[int] = (),
+) -> Clicks:
     return Clicks(
-        targets={"item": np.array([3, 1, 4, 1])},
-        histories={"item": History.from_lists([np.array(of, dtype=np.int64) for of in LISTS])},
-        profiles={"user": np.array([7, 0, 7, 2])},
-        clicked=np.array([1, 0, 0, 1], dtype=np.float32),
+        targets={"item": np.array(targets)},
+        histories={"item": History.from_lists([np.array(of, dtype=np.int64) for of in lists])},
+        profiles={"user": np.array(users)} if users else {},
+        clicked=np.array(clicked or [0] * len(targets), dtype=np.float32),
     )
+
+
+def make_clicks() -> Clicks:
+    return clicks_of([3, 1, 4, 1], LISTS, users=[7, 0, 7, 2], clicked=[1, 0, 0, 1])
 
 
 def test_lists_come_back() -> None:
@@ -125,15 +133,6 @@ def test_one_click_is_not_enough() -> None:
 
 
 NUM_IDS = 9
-
-
-def clicks_of(targets: list[int], lists: list[list[int]]) -> Clicks:
-    return Clicks(
-        targets={"item": np.array(targets)},
-        histories={"item": History.from_lists([np.array(of, dtype=np.int64) for of in lists])},
-        profiles={},
-        clicked=np.zeros(len(targets), dtype=np.float32),
-    )
 
 
 def test_a_history_adds_up_its_pairs() -> None:

@@ -3,8 +3,6 @@
 A model that CONTRIBUTING shows is one file and one configuration: what it says works.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shutil
@@ -12,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
+from tests.app.zoo.test_models import on_cpu
 from torchrec_picasso.app.cli.main import main
 from torchrec_picasso.app.config import (
     CheckpointConfig,
@@ -178,11 +176,7 @@ def test_the_eleventh_model(
 
     config = parse_config(TrainConfig, yaml.safe_load(config_text), "CONTRIBUTING.md")
     source = make_source(config.data, 0)
-    model = build_model(config, source)
-    for collection in model.embeddings.collections.values():
-        collection.to_empty(device=torch.device("cpu"))
-        for parameter in collection.parameters():
-            torch.nn.init.uniform_(parameter, -0.1, 0.1)
+    model = on_cpu(build_model(config, source))
     loss, (_, logits, labels) = model(next(source.batches(0, 1)))
     loss.backward()
     assert logits.shape == labels.shape == (512,)

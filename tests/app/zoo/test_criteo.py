@@ -1,7 +1,5 @@
 """Criteo files: both formats give equal batches, and each kind of bad file is named."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

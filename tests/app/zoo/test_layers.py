@@ -1,7 +1,5 @@
 """Layers of the published models against the plain sums that their papers give."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -3,8 +3,6 @@
 Small, over generated batches. With the dense part under FSDP2 or torch.compile: in whole batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -203,8 +201,8 @@ def sharded(
 STEPS = 4
 
 
-def _on_cpu(name: str) -> ClickModel:
-    model = build(name)
+def on_cpu(model: ClickModel) -> ClickModel:
+    """The model; its tables, which have no data, get some."""
     for collection in model.embeddings.collections.values():
         collection.to_empty(device=CPU)
         for parameter in collection.parameters():
@@ -214,7 +212,7 @@ def _on_cpu(name: str) -> ClickModel:
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_loss_is_a_mean_over_samples_and_reaches_every_weight(name: str) -> None:
-    model, batch = _on_cpu(name), batch_of(name, 0)
+    model, batch = on_cpu(build(name)), batch_of(name, 0)
     loss, (same, logits, labels) = model(batch)
     assert torch.equal(loss, same)
     assert logits.shape == labels.shape == batch.labels.shape

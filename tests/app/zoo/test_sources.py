@@ -2,8 +2,6 @@
 
 Generated samples are skewed as asked, with something to learn; generated fields keep to bounds."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 

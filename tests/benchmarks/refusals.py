@@ -1,0 +1,17 @@
+"""How a benchmark must refuse what it cannot run."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+
+def refusal_of(
+    main: Callable[[Any], int], argv: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What it says: one line, with exit code 2."""
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
