@@ -127,8 +127,7 @@ class Follower(TorchDispatchMode):
         assumption = self.sizes.assumption(before)
         if assumption is not None:
             raise UnprovedError(f"{assumption}: it depends on the size of the batch")
-        where = f"{namespace}.{name} at {current_line()}"
-        call = Call(base, bound, operands, out, self.sizes, where)
+        call = Call(base, bound, operands, out, self.sizes)
         if any(not isinstance(leaf, Tensor | None) for leaf in tree_leaves(out)):
             raise UnprovedError("gives a number that depends on data")
         values: Sequence[Value] | None = [SAME] * len(call.outputs)
