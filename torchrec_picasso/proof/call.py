@@ -45,7 +45,7 @@ class Operand:
 
 @dataclass
 class Call:
-    """A call that has run."""
+    """A call of an operator; rules see it after it has run."""
 
     name: str
     """Name of the operator, without the underscore of an in-place variant."""
@@ -53,8 +53,8 @@ class Call:
     """Arguments by the names of the operator's schema, with defaults."""
     operands: Sequence[Operand]
     """Tensors among the arguments; tensors in lists are listed one by one."""
-    out: Any
     sizes: Sizes
+    out: Any = None
 
     @cached_property
     def varying(self) -> list[Operand]:

@@ -120,15 +120,14 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
 # -- hooks and backward --------------------------------------------------------------------------
 
 
-def accumulation_hooks(parameter: Tensor) -> tuple[Node, list[Any]] | None:
+def accumulation_hooks(parameter: Tensor) -> tuple[Node | None, list[Any]]:
     """Finds the node that accumulates a parameter's gradient, and the dictionaries of its hooks.
 
     A node does not show its hooks. A hook that is registered and removed again reveals the
-    dictionary that holds all hooks of its kind; it stays the same while the node lives. ``None`` =
-    the parameter gets no gradient.
+    dictionary that holds all hooks of its kind; it stays the same while the node lives.
     """
     if not (parameter.requires_grad and parameter.is_leaf):
-        return None
+        return None, []
     node = get_gradient_edge(parameter).node
     kept = []
     for register in (node.register_prehook, node.register_hook):
@@ -146,15 +145,14 @@ def why_parameter_hooked(parameter: Tensor) -> str | None:
         return "a hook after its gradient has come"
     if getattr(parameter, "_in_backward_optimizers", None):
         return "an optimizer in backward"
-    accumulation = accumulation_hooks(parameter)
-    if accumulation is not None and any(accumulation[1]):
+    if any(accumulation_hooks(parameter)[1]):
         return "a hook on the gradient's accumulation"
     return None
 
 
 def backward_steps(tensors: Collection[Tensor]) -> Iterator[Node]:
     """Yields each step of the backward of some tensors once."""
-    todo, seen = [tensor.grad_fn for tensor in tensors], set()
+    todo, seen = [tensor.grad_fn for tensor in tensors], set[Node]()
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:

@@ -9,9 +9,8 @@ globals that the user's functions read. What cannot be compared, such as an iter
 from __future__ import annotations
 
 import builtins
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
-from operator import is_
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -80,7 +79,6 @@ class Guard:
         self._kept: dict[int, Kept] = {}
         # of modules that do not run: compared around the forward, since a step may change them
         self._given_kept: list[Kept] = []
-        self._same: list[tuple[str, Mapping[str, Any], list[Any]]] = []
         self._names: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self._cells: dict[int, tuple[str, Any, Any]] = {}
         self._weights: list[tuple[str, Tensor, bool, torch.dtype, Any]] = []
@@ -166,23 +164,16 @@ class Guard:
         for hooks, words in _HOOKS.items():
             self._keep_hooks(name, attributes, hooks, words)
         if id(module) in self._given or isinstance(module, ShardedModule):
-            return self._take_given(name, attributes)
+            # what the user's code may have hung on a module that does not run
+            held = [(f"{name}.{n}", value) for n, value in attributes.items()]
+            self._given_kept += [Kept(p, v) for p, v in held if isinstance(v, CONTAINERS)]
+            others = [(p, v) for p, v in held if not isinstance(v, CONTAINERS)]
+            return [(p, v) for p, v in others if is_users_module(type(v).__module__)]
         own = self._keep(path, attributes, is_library)
         members = [(p, v) for p, v in own if p.removeprefix(f"{path}.") not in MODULE_ATTRIBUTES]
         for kind in ("_parameters", "_buffers", "_modules"):
-            self._same.append((name, attributes[kind], list(attributes[kind].values())))
-            members += self._keep(path, attributes[kind], is_library)
+            members += self._keep(path, attributes[kind])
         return [*members, (f"the class {type(module).__name__}", type(module))]
-
-    def _take_given(self, path: str, attributes: Mapping[str, Any]) -> Iterable[_Member]:
-        """Keeps what the user's code may have hung on a module that does not run."""
-        members = []
-        for name, value in attributes.items():
-            if isinstance(value, CONTAINERS):
-                self._given_kept.append(Kept(f"{path}.{name}", value))
-            elif is_users_module(type(value).__module__):
-                members.append((f"{path}.{name}", value))
-        return members
 
     def _take_tensor(self, path: str, tensor: Tensor) -> Iterable[_Member]:
         """Keeps attributes and hooks of a tensor; its data may change, but not in the forward."""
@@ -190,8 +181,8 @@ class Guard:
             reason = why_parameter_hooked(tensor)
             if reason is not None:
                 self._refuse(f"{reason} on the parameter {path}: {_ADVICE}")
-            node = accumulation_hooks(tensor)
-            for hooks in () if node is None else node[1]:
+            node, kept = accumulation_hooks(tensor)
+            for hooks in kept:
                 self._keep(f"a hook on the accumulation of {path}'s gradient", hooks)
             # the node stays alive: a new one would have other dictionaries
             self._weights.append((path, tensor, tensor.requires_grad, tensor.dtype, node))
@@ -241,8 +232,7 @@ class Guard:
     def enter(self, frame: FrameType) -> None:
         """Examines a user's function before it runs; one that may change its behaviour raises."""
         code = frame.f_code
-        if (id(code), id(frame.f_globals)) not in self._entered:
-            self._examine(code, frame.f_globals)
+        self._examine(code, frame.f_globals)
         if self.reason is None and writes_attributes(code):
             owner = frame.f_locals.get(code.co_varnames[0])
             is_known = id(getattr(owner, "__dict__", None)) in self._kept
@@ -258,12 +248,13 @@ class Guard:
         while before != len(self._entered):  # each may reveal others
             before = len(self._entered)
             for function in [each for found in self._functions.values() for each in found]:
-                code, names = function.__code__, function.__globals__
-                if is_users(code, names) and (id(code), id(names)) not in self._entered:
-                    self._examine(code, names)
+                if is_users(function.__code__, function.__globals__):
+                    self._examine(function.__code__, function.__globals__)
 
     def _examine(self, code: CodeType, names: dict[str, Any]) -> None:
-        """Keeps what a function reads and writes beside its arguments."""
+        """Keeps what a function reads and writes beside its arguments, at its first call."""
+        if (id(code), id(names)) in self._entered:
+            return
         functions = self._functions.get(id(code), [])
         if not functions and id(code) not in self._nested:
             self._refuse("is a function that was found nowhere in the model")
@@ -322,9 +313,6 @@ class Guard:
             yield "the batch has other fields, types, keys or plain values"
         if settings() != self._settings:
             yield "a setting of PyTorch has changed: autocast, default type, gradients"
-        for path, values, before in self._same:
-            if len(values) != len(before) or not all(map(is_, values.values(), before)):
-                yield f"{path} has other parameters, buffers or modules"
         for kept in self._kept.values():
             if kept.has_changed():
                 yield f"{kept.difference()} has changed"
