@@ -236,15 +236,15 @@ class CutCheck:
             if not at_once:
                 self._backward(losses_K, list(reversed(losses_K)), cut)
             # the leaves' gradients, in the order of the samples of the whole batch
-            of_tables = [
+            tables = [
                 (f"the gradient of the output of {name}", grad)
                 for name, whole in given.items()
                 for grad in whole.joined_gradients()
             ]
-            of_weights = [(f"the gradient of {n}", w.grad) for n, w in dense_parameters(model)]
+            weights = [(f"the gradient of {n}", w.grad) for n, w in dense_parameters(model)]
             loss = "the loss", program.losses.batch(losses_K, cut.sizes_K)
             return _Run(
-                tensors=[*of_tables, *of_weights, loss],
+                tensors=[*tables, *weights, loss],
                 output=self._options.join(outputs, cut.sizes_K) if cut.is_in_order else None,
                 state=state_of(model),
             )
