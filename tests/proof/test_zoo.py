@@ -9,7 +9,7 @@ from tests.proof.models import assert_cut_is_whole, given_tables
 from tests.proof.proved_models import NUM_OPERATORS, table
 from torchrec_picasso.app.config import load_config
 from torchrec_picasso.app.zoo.registry import build_model, make_source
-from torchrec_picasso.proof.proof import Losses, prove
+from torchrec_picasso.proof.proof import prove
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -27,7 +27,7 @@ def test_model_is_proved(name: str) -> None:
     assert proof.guard is not None
     assert proof.guard.changed(batch) is None
     num_samples = batch.labels.size(0)
-    assert_cut_is_whole(model, batch, given, [1, num_samples - 6, 5], Losses.MEANS)
+    assert_cut_is_whole(model, batch, given, [1, num_samples - 6, 5], "mean")
 
 
 def test_the_page_has_the_table() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from torchrec_picasso.proof.values import (
     Value,
     is_symbolic,
 )
+from torchrec_picasso.proof.watch import current_line
 
 __all__ = ["RULES", "Call", "Operand", "Rule", "rule"]
 
@@ -43,7 +45,7 @@ class Operand:
 
 @dataclass
 class Call:
-    """A call that has run."""
+    """A call of an operator; rules see it after it has run."""
 
     name: str
     """Name of the operator, without the underscore of an in-place variant."""
@@ -51,15 +53,23 @@ class Call:
     """Arguments by the names of the operator's schema, with defaults."""
     operands: Sequence[Operand]
     """Tensors among the arguments; tensors in lists are listed one by one."""
-    out: Any
     sizes: Sizes
-    where: str
-    """Operator and line of the model."""
-    varying: list[Operand] = field(init=False)
-    """The tensors that depend on the batch."""
+    out: Any = None
 
-    def __post_init__(self) -> None:
-        self.varying = [operand for operand in self.operands if not operand.is_same]
+    @cached_property
+    def varying(self) -> list[Operand]:
+        """The tensors that depend on the batch."""
+        return [operand for operand in self.operands if not operand.is_same]
+
+    @cached_property
+    def outputs(self) -> list[Tensor]:
+        """The tensors in the result."""
+        return [out for out in tree_leaves(self.out) if isinstance(out, Tensor)]
+
+    @cached_property
+    def numbers(self) -> list[Any]:
+        """Arguments that are symbolic numbers, computed from the batch's size."""
+        return [leaf for leaf in tree_leaves(list(self.args.values())) if is_symbolic(leaf)]
 
     def operand(self, name: str) -> Operand:
         """Returns the tensor of an argument."""
@@ -75,39 +85,32 @@ class Call:
             raise UnprovedError(f"takes {len(self.varying)} tensors that depend on the batch")
         return self.varying[0]
 
-    @property
-    def outputs(self) -> list[Tensor]:
-        """The tensors in the result."""
-        return [out for out in tree_leaves(self.out) if isinstance(out, Tensor)]
-
-    @property
-    def numbers(self) -> list[Any]:
-        """Arguments that are symbolic numbers, computed from the batch's size."""
-        return [leaf for leaf in tree_leaves(list(self.args.values())) if is_symbolic(leaf)]
-
-    def dim(self, operand: Operand) -> int:
-        """Returns the dim of an operand that the call names, counted from 0."""
-        return int(self.args["dim"]) % max(operand.tensor.dim(), 1)
-
-    def dims(self, operand: Operand) -> list[int] | None:
-        """Lists the dims of an operand that the call names, counted from 0; ``None`` = all."""
-        given = self.args.get("dim", self.args.get("dims"))
-        if given is None or (isinstance(given, Sequence) and not given):
-            return None
-        given = [given] if isinstance(given, int) else given
-        return [dim % max(operand.tensor.dim(), 1) for dim in given]
+    def dims(self, operand: Operand) -> list[int]:
+        """Lists the dims of an operand that the call names, or all, counted from 0."""
+        num_dims, given = operand.tensor.dim(), self.args.get("dim", self.args.get("dims"))
+        given = [given] if isinstance(given, int) else given or range(num_dims)
+        return [dim % max(num_dims, 1) for dim in given]
 
     def filled(self) -> Value:
         """Returns the value of an output with equal entries; along the batch each row gets one."""
         (out,) = self.outputs
-        dims = self.sizes.batch_dims(out)
-        if not dims:
+        sizes = [out.shape[dim] for dim in self.sizes.batch_dims(out)]
+        if not sizes:
             return SAME
-        found = self.sizes.rows_of(out.shape[dims[0]])
+        found = self.sizes.rows_of(sizes[0])
         if found is None:
-            size = out.shape[dims[0]]
-            raise UnprovedError(f"makes a tensor of {size} entries, which is no batch")
+            raise UnprovedError(f"makes a tensor of {sizes[0]} entries, which is no batch")
         return Value(Kind.ROWS, rows=found[0])
+
+    def want_same(self, one: str, other: str) -> None:
+        """Records that a rule needs two equal numbers of rows; another operator must ensure it."""
+        if not self.sizes.are_same(one, other):
+            self.sizes.want_same(one, other, f"{self.name} at {current_line()}")
+
+    def require_single(self, operand: Operand) -> None:
+        """Requires one entry of the batch's dim for each row."""
+        if operand.value.outer != 1 or self.sizes.inner(operand.tensor, operand.value) != 1:
+            raise UnprovedError("takes entries of different samples for those of one")
 
     def same_rows(self, operands: Iterable[Operand]) -> Value:
         """Returns the rows that all operands share, in one order; the caller compares the dims."""
@@ -118,7 +121,7 @@ class Call:
                 raise UnprovedError(f"takes {operand.value.kind.value}, beside entries of rows")
             if operand.value.outer != first.outer:
                 raise UnprovedError("takes samples in different orders")
-            self.sizes.want_same(first.rows, operand.value.rows, self.where)
+            self.want_same(first.rows, operand.value.rows)
         # between equal row counts the samples' name keeps most information
         names = [operand.value.rows for operand in operands]
         rows = SAMPLES if SAMPLES in names else names[0]

@@ -6,31 +6,40 @@ its input, noise is its mean. This is done at the operators, so it covers every 
 that draws. An operator without such a mean, or one that draws a single number for the batch, is
 recorded, and so are Python's and NumPy's random numbers: forwards cannot be compared.
 
-*Gradients and outputs* are compared sample by sample, in two ways. The mean difference detects
-large errors of some samples, such as a loss over clicked samples only; it tolerates a few samples
-that cross a kink or a tie, where rounding decides. The median detects small errors of all samples,
-such as an auxiliary loss of small weight.
+*Gradients, outputs and state* are compared sample by sample, in two ways. The mean difference
+detects large errors of some samples, such as a loss over clicked samples only; it tolerates a few
+samples that cross a kink or a tie, where rounding decides. The median detects small errors of all
+samples, such as an auxiliary loss of small weight.
 
 Shape letters: B samples, or lookups of them.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from torchrec_picasso.batches.split import children_of
+from torchrec_picasso.proof.content import random_states
+from torchrec_picasso.proof.dense_part import MODULE_ATTRIBUTES, dense_modules
 
-__all__ = ["StillRandomness", "Tolerance", "difference_of", "difference_of_outputs"]
+__all__ = [
+    "StillRandomness",
+    "Tolerance",
+    "difference_of",
+    "difference_of_outputs",
+    "difference_of_states",
+    "state_of",
+]
 
 # -- random layers -------------------------------------------------------------------------------
 
@@ -74,12 +83,13 @@ class StillRandomness(TorchDispatchMode):
 
     def __enter__(self) -> StillRandomness:
         super().__enter__()
-        self._before = _states()
+        self._before = random_states()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.drawn |= {name for name, state in _states().items() if state != self._before[name]}
+        after = random_states().items()
+        self.drawn |= {name for name, state in after if state != self._before[name]}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -107,12 +117,6 @@ class StillRandomness(TorchDispatchMode):
         return result
 
 
-def _states() -> dict[str, Any]:
-    """States of the global generators that operators do not draw from."""
-    numpy_state = pickle.dumps(np.random.get_state())
-    return {"Python's random": random.getstate(), "numpy.random": numpy_state}
-
-
 # -- differences ---------------------------------------------------------------------------------
 
 _NEGLIGIBLE = 1e-3
@@ -134,12 +138,17 @@ class Tolerance:
 
 
 def difference_of(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | None:
-    """Says how much a float tensor, ``(B, ...)`` or a scalar, differs; ``None`` = within limits.
+    """Says how much a tensor, ``(B, ...)`` or a scalar, differs; ``None`` = within limits.
 
-    What is not a number differs.
+    What is not a number differs. Integers and booleans jump where rounding decides a tie, so a few
+    of them may differ.
     """
     if whole.shape != cut.shape:
         return f"has shape {tuple(cut.shape)} instead of {tuple(whole.shape)}"
+    if not (whole.is_floating_point() or whole.is_complex()):
+        num_off = int((whole != cut).sum())
+        are_few = num_off <= max(1, tolerance.mean * whole.numel())
+        return None if are_few else f"differs in {num_off} of {whole.numel()} entries"
     if not whole.numel():
         return None
     # per sample: |whole| and |cut - whole|, each summed over the other dims
@@ -150,9 +159,9 @@ def difference_of(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | Non
             return "is not a number, so it cannot be compared"
         endless = whole.isinf() & (whole == cut)
         whole_B, off_B = _sizes(whole.masked_fill(endless, 0), cut.masked_fill(endless, 0))
-    wide = whole_B.dtype
-    mean = float(off_B.mean() / whole_B.mean().clamp_min(torch.finfo(wide).tiny))
-    floor = (_NEGLIGIBLE * whole_B.mean()).clamp_min(torch.finfo(wide).tiny)
+    least = torch.finfo(whole_B.dtype).tiny
+    mean = float(off_B.mean() / whole_B.mean().clamp_min(least))
+    floor = (_NEGLIGIBLE * whole_B.mean()).clamp_min(least)
     median = float((off_B / torch.maximum(whole_B, floor)).median())
     if mean <= tolerance.mean and median <= tolerance.median:
         return None
@@ -164,16 +173,13 @@ def _sizes(whole: Tensor, cut: Tensor) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(whole.dtype, torch.float32)
     num_samples = whole.size(0) if whole.dim() else 1
     flat, flat_cut = (each.reshape(num_samples, -1).to(wide) for each in (whole, cut))
-    return flat.abs().sum(1), (flat_cut - flat).abs_().sum(1)
+    return flat.abs().sum(1), (flat_cut - flat).abs().sum(1)
 
 
 def difference_of_outputs(
     whole: Any, cut: Any, tolerance: Tolerance, path: str = "output"
 ) -> str | None:
-    """Describes the first member in which a model's joined output differs from the whole one.
-
-    Integers and booleans jump where rounding decides a tie, so a few of them may differ.
-    """
+    """Describes the first member in which a model's joined output differs from the whole one."""
     members = children_of(whole)
     if members is not None:
         pairs = zip(members, children_of(cut) or ())
@@ -182,26 +188,63 @@ def difference_of_outputs(
             for (suffix, member), (_, other) in pairs
         )
         return next(filter(None, differences), None)
-    one, other = _values(whole), _values(cut)
-    if one is None or other is None:
-        return None
-    compare = difference_of if one.is_floating_point() else _difference_of_kinds
-    found = compare(one, other, tolerance)
+    if isinstance(whole, KeyedTensor | JaggedTensor) and isinstance(cut, type(whole)):
+        whole, cut = whole.values(), cut.values()
+    both = isinstance(whole, Tensor) and isinstance(cut, Tensor)
+    found = difference_of(whole, cut, tolerance) if both else None
     return None if found is None else f"{path} {found}"
 
 
-def _values(value: Any) -> Tensor | None:
-    """Returns the tensor of a value, or ``None``."""
-    if isinstance(value, (KeyedTensor, JaggedTensor)) and not isinstance(value, KeyedJaggedTensor):
-        value = value.values()
-    return value if isinstance(value, Tensor) else None
+# -- state that a forward leaves -----------------------------------------------------------------
+
+_NO_STATE = MODULE_ATTRIBUTES - {"_buffers", "_parameters", "training"}
+"""Attributes of a module that are not its state."""
+State = Mapping[str, tuple[bytes, Sequence[Tensor]]]
+"""Attributes of each dense module as bytes, and copies of the tensors in them."""
 
 
-def _difference_of_kinds(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | None:
-    """Says in how many entries integers or booleans differ; ``None`` = in a few, or none."""
-    if whole.shape != cut.shape:
-        return f"has shape {tuple(cut.shape)} instead of {tuple(whole.shape)}"
-    num_off = int((whole != cut).sum())
-    if num_off <= max(1, tolerance.mean * whole.numel()):
+def state_of(model: nn.Module) -> State:
+    """Returns the state in the dense part of a model; an attribute must allow pickling."""
+    found = {}
+    for path, module in dense_modules(model):
+        buffer = io.BytesIO()
+        writer = _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        writer.fast = True  # no memo: equal values are equal bytes, shared or not
+        writer.dump({name: v for name, v in vars(module).items() if name not in _NO_STATE})
+        found[path or "the model"] = buffer.getvalue(), writer.tensors
+    return found
+
+
+def difference_of_states(whole: State, cut: State, tolerance: Tolerance) -> str | None:
+    """Names a module that another run of the same model left in another state, or ``None``."""
+    for (name, (own, tensors)), (its, others) in zip(whole.items(), cut.values()):
+        if own != its:
+            return f"the attributes of {name} differ after the forward"
+        if not all(_are_close(*pair, tolerance) for pair in zip(tensors, others)):
+            return f"a buffer or tensor of {name} differs after the forward"
+    return None
+
+
+def _are_close(one: Tensor, other: Tensor, tolerance: Tolerance) -> bool:
+    """Whether floats differ within the limits; other tensors must be equal."""
+    if one.is_floating_point() and one.shape == other.shape and not one.isnan().all():
+        return difference_of(one, other, tolerance) is None
+    return one.equal(other) or bool(one.isnan().all() and other.isnan().all())
+
+
+class _Pickler(pickle.Pickler):
+    """Collects tensors beside the bytes; code and modules are only named."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self.tensors.append(value.detach().clone())
+            return ("tensor", len(self.tensors))
+        if isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)):
+            return ("code", id(value))
+        if isinstance(value, (nn.Module, torch.distributed.ProcessGroup)):
+            return ("module", type(value).__qualname__)
         return None
-    return f"differs in {num_off} of {whole.numel()} entries"

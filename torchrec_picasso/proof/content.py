@@ -1,12 +1,16 @@
-"""Which Python values have content that can change; how it is kept, compared and put back."""
+"""Which state can change, of Python values and of the process: kept, compared and put back."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import pickle
+import random
 import types
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from numbers import Number
 from operator import is_, ne
@@ -17,6 +21,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchrec_picasso.batches.split import PLAIN_TYPES
 from torchrec_picasso.proof.watch import is_users_module
@@ -31,6 +39,10 @@ __all__ = [
     "is_class_statement",
     "is_leaf",
     "is_plain_object",
+    "random_states",
+    "restored_randomness",
+    "settings",
+    "why_disturbed",
 ]
 
 NOTHING = object()
@@ -194,3 +206,60 @@ def is_plain_object(value: Any) -> bool:
     has_slots = any(vars(base).get("__slots__") for base in type(value).__mro__)
     is_small = type(value).__basicsize__ == _Plain.__basicsize__
     return hasattr(value, "__dict__") and is_small and not has_slots
+
+
+# -- state of the process ------------------------------------------------------------------------
+
+
+def random_states() -> dict[str, Any]:
+    """States of the global generators that PyTorch's operators do not draw from."""
+    numpy_state = pickle.dumps(np.random.get_state())
+    return {"Python's random": random.getstate(), "numpy.random": numpy_state}
+
+
+@contextmanager
+def restored_randomness(device: torch.device) -> Iterator[None]:
+    """Restores at its end the random states of Python, NumPy, the CPU and the device."""
+    states = random.getstate(), np.random.get_state()
+    devices = [] if device.type == "cpu" else [device]
+    device_type = "cuda" if device.type == "cpu" else device.type  # fork_rng refuses "cpu"
+    try:
+        with torch.random.fork_rng(devices=devices, device_type=device_type):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def why_disturbed() -> str | None:
+    """Names what a program has switched on that would see the tensors of a proof, or keep them."""
+    # a mode that comes later, such as one that counts, needs no other proof
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    others = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+    return _why_kept() or (f"the mode {others[0]} is active" if others else None)
+
+
+def _why_kept() -> str | None:
+    """Names what would keep tensors of a forward."""
+    if parametrize._cache_enabled:
+        return "torch.nn.utils.parametrize.cached() keeps weights from one forward to the next"
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "hooks on tensors that are saved for backward are set"
+    return None
+
+
+def settings() -> Hashable:
+    """Settings of PyTorch by which a model may branch."""
+    cudnn = torch.backends.cudnn
+    return (
+        _why_kept(),
+        torch.get_default_device(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        *(cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+    )

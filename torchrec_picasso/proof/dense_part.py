@@ -1,38 +1,33 @@
-"""The part of a model outside its sharded modules: listed, copied, compared and restored."""
+"""The part of a model outside its sharded modules: listed, copied, restored, and its hooks."""
 
 from __future__ import annotations
 
 import copy
-import io
-import pickle
-import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torchrec.distributed.types import ShardedModule
 
-from torchrec_picasso.proof.comparison import Tolerance, difference_of
-from torchrec_picasso.proof.content import Kept
+from torchrec_picasso.proof.content import Kept, restored_randomness
 
 __all__ = [
     "MODULE_ATTRIBUTES",
-    "ModelState",
+    "accumulation_hooks",
+    "backward_steps",
     "copy_model",
     "dense_modules",
     "dense_parameters",
     "outside_of_sharded",
+    "why_parameter_hooked",
     "without_a_trace",
 ]
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every ``nn.Module`` has."""
-_NO_STATE = MODULE_ATTRIBUTES - {"_buffers", "_parameters", "training"}
-"""Attributes that are not the model's state."""
 
 
 def outside_of_sharded(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -78,63 +73,6 @@ def copy_model(model: nn.Module, shared: Iterable[nn.Module] = ()) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-# -- compared ------------------------------------------------------------------------------------
-
-
-class ModelState:
-    """The state in the dense part of a model, by module; an attribute must allow pickling."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules: Mapping[str, tuple[bytes, Sequence[Tensor]]] = {
-            path or "the model": _dump(module) for path, module in dense_modules(model)
-        }
-
-    def difference(self, other: ModelState, tolerance: Tolerance) -> str | None:
-        """Names a module that another run of the same model left in another state, or ``None``."""
-        for (name, (own, tensors)), (its, others) in zip(
-            self._modules.items(), other._modules.values()
-        ):
-            if own != its:
-                return f"the attributes of {name} differ after the forward"
-            if not all(_are_close(*pair, tolerance) for pair in zip(tensors, others)):
-                return f"a buffer or tensor of {name} differs after the forward"
-        return None
-
-
-def _are_close(one: Tensor, other: Tensor, tolerance: Tolerance) -> bool:
-    """Whether floats differ within the limits; other tensors must be equal."""
-    if one.is_floating_point() and one.shape == other.shape and not one.isnan().all():
-        return difference_of(one, other, tolerance) is None
-    return one.equal(other) or bool(one.isnan().all() and other.isnan().all())
-
-
-def _dump(module: nn.Module) -> tuple[bytes, list[Tensor]]:
-    """Returns the attributes of one module as bytes, and copies of the tensors in them."""
-    buffer = io.BytesIO()
-    writer = _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-    writer.fast = True  # no memo: equal values are equal bytes, shared or not
-    writer.dump({name: v for name, v in vars(module).items() if name not in _NO_STATE})
-    return buffer.getvalue(), writer.tensors
-
-
-class _Pickler(pickle.Pickler):
-    """Collects tensors beside the bytes; code and modules are only named."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.tensors: list[Tensor] = []
-
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            self.tensors.append(value.detach().clone())
-            return ("tensor", len(self.tensors))
-        if isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)):
-            return ("code", id(value))
-        if isinstance(value, (nn.Module, torch.distributed.ProcessGroup)):
-            return ("module", type(value).__qualname__)
-        return None
-
-
 # -- restored ------------------------------------------------------------------------------------
 
 
@@ -157,15 +95,10 @@ def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
     tensors = [value for value in values if isinstance(value, Tensor)]
     data: list[tuple[Tensor, Tensor, int | None]] = [(b, b.detach().clone(), None) for b in buffers]
     data += [(tensor, tensor.detach().clone(), tensor._version) for tensor in tensors]
-    states = random.getstate(), np.random.get_state()
-    devices = [] if device.type == "cpu" else [device]
-    device_type = "cuda" if device.type == "cpu" else device.type  # fork_rng refuses "cpu"
     try:
-        with torch.random.fork_rng(devices=devices, device_type=device_type):
+        with restored_randomness(device):
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
         for container in kept:
             if container.has_changed(in_order=True):
                 container.restore()
@@ -182,3 +115,47 @@ def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
     """Returns the attributes of a module beside those of every module, and its mode."""
     return {n: v for n, v in vars(module).items() if n not in MODULE_ATTRIBUTES - {"training"}}
+
+
+# -- hooks and backward --------------------------------------------------------------------------
+
+
+def accumulation_hooks(parameter: Tensor) -> tuple[Node | None, list[Any]]:
+    """Finds the node that accumulates a parameter's gradient, and the dictionaries of its hooks.
+
+    A node does not show its hooks. A hook that is registered and removed again reveals the
+    dictionary that holds all hooks of its kind; it stays the same while the node lives.
+    """
+    if not (parameter.requires_grad and parameter.is_leaf):
+        return None, []
+    node = get_gradient_edge(parameter).node
+    kept = []
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(lambda *gradients: None)
+        kept.append(handle.hooks_dict_ref())
+        handle.remove()
+    return node, kept
+
+
+def why_parameter_hooked(parameter: Tensor) -> str | None:
+    """Describes a hook on a parameter; ``None`` = it has none."""
+    if parameter._backward_hooks:
+        return "a hook"
+    if parameter._post_accumulate_grad_hooks:
+        return "a hook after its gradient has come"
+    if getattr(parameter, "_in_backward_optimizers", None):
+        return "an optimizer in backward"
+    if any(accumulation_hooks(parameter)[1]):
+        return "a hook on the gradient's accumulation"
+    return None
+
+
+def backward_steps(tensors: Collection[Tensor]) -> Iterator[Node]:
+    """Yields each step of the backward of some tensors once."""
+    todo, seen = [tensor.grad_fn for tensor in tensors], set[Node]()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            yield node
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]

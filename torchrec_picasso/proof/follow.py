@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchrec_picasso.proof import places  # noqa: F401, registers its rules
-from torchrec_picasso.proof.call import RULES, Call, Operand, Rule
+from torchrec_picasso.proof.call import RULES, Call, Operand
 from torchrec_picasso.proof.rules import POINTWISE
 from torchrec_picasso.proof.values import SAME, Kind, Sizes, UnprovedError, Value
 from torchrec_picasso.proof.watch import current_line
@@ -29,8 +29,7 @@ _ASKING = frozenset(
 """Operators that read properties of a tensor and not its data."""
 
 _COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
-_DRAWING_BY_ENTRY = ("bernoulli", "native_dropout")
-_ATTENTION = "_scaled_dot_product"
+_DRAWING_BY_ENTRY = ("bernoulli", "native_dropout", "_scaled_dot_product")
 _KNOWN = (Tensor, nn.Parameter, FakeTensor)
 
 
@@ -79,61 +78,48 @@ class Follower(TorchDispatchMode):
 
     def refuse(self, reason: str) -> None:
         """Records a reason; only the first one is kept."""
-        if self.reason is None:
-            self.reason = reason
+        self.reason = self.reason or reason
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        namespace, _, name = func._schema.name.partition("::")
         try:
-            return self._follow(func, namespace, name, args, kwargs)
-        except UnprovedError as unproved:
-            self.refuse(f"{namespace}.{name} at {current_line()} {unproved}")
-            raise
+            return self._follow(func, args, kwargs or {})
         except Exception as error:
-            text = str(error).strip().partition("\n")[0]
-            self.refuse(
-                f"{namespace}.{name} at {current_line()} cannot be followed without data "
-                f"({type(error).__name__}: {text[:200]})"
-            )
+            reason = str(error)
+            if not isinstance(error, UnprovedError):
+                text = reason.strip().partition("\n")[0][:200]
+                reason = f"cannot be followed without data ({type(error).__name__}: {text})"
+            self.refuse(f"{func._schema.name.replace('::', '.')} at {current_line()} {reason}")
             raise
 
-    def _follow(
-        self, func: Any, namespace: str, name: str, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    def _follow(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Checks one call, runs it, and records how its results depend on the batch."""
+        namespace, _, name = func._schema.name.partition("::")
         if name in _ASKING or namespace == "profiler":
             return func(*args, **kwargs)
         if namespace in _COMMUNICATING:
             raise UnprovedError("communicates, once per micro-batch")
         self.num_operators += 1
-        bound = _bind(func, args, kwargs)
-        operands = list(self._operands(bound))
-        base = _base_name(func, name)
-        written = list(_written(func, operands))
-        for operand in written:
-            self._check_write(operand)
-        self._check_random(func, base, bound)
-        found_rule = self._rule(func, namespace, base)
-        is_same = all(operand.is_same for operand in operands)
+        call = self._bound(func, args, kwargs)
+        written = self._check(call, func)
+        is_pointwise = torch.Tag.pointwise in func.tags and call.name != "equal"
+        rule = RULES.get(call.name if namespace == "aten" else f"{namespace}.{call.name}")
+        rule = POINTWISE if namespace == "aten" and is_pointwise else rule
         # without a rule the operator is decomposed, and the mode follows its parts
-        if found_rule is None and not is_same:
+        if rule is None and call.varying:
             return self._decomposed(func, args, kwargs)
         before = len(self.sizes.env.guards)
         # a new guard on a symbol means that the operator branched on the size of the batch
-        out = func(*args, **kwargs)
+        call.out = func(*args, **kwargs)
         assumption = self.sizes.assumption(before)
         if assumption is not None:
             raise UnprovedError(f"{assumption}: it depends on the size of the batch")
-        where = f"{namespace}.{name} at {current_line()}"
-        call = Call(base, bound, operands, out, self.sizes, where)
-        if any(not isinstance(leaf, Tensor | None) for leaf in tree_leaves(out)):
+        if any(not isinstance(leaf, Tensor | None) for leaf in tree_leaves(call.out)):
             raise UnprovedError("gives a number that depends on data")
         values: Sequence[Value] | None = [SAME] * len(call.outputs)
-        if not is_same or call.numbers or torch.Tag.nondeterministic_seeded in func.tags:
-            values = None if found_rule is None else found_rule(call)
+        if call.varying or call.numbers or torch.Tag.nondeterministic_seeded in func.tags:
+            values = None if rule is None else rule(call)
         elif namespace not in ("aten", "prims", "fbgemm"):
             values = None
         if values is None and not written:
@@ -143,23 +129,45 @@ class Follower(TorchDispatchMode):
         self._note_views(call, func)
         for tensor, value in zip(call.outputs, values):
             self._note(tensor, value, written, func)
-        return out
+        return call.out
 
-    def _operands(self, bound: Mapping[str, Any]) -> Iterator[Operand]:
-        """Yields the tensors among the arguments, with their dependence."""
-        for name, given in bound.items():
-            for leaf in tree_leaves(given):
-                if isinstance(leaf, Tensor):
-                    yield Operand(name, leaf, self.value_of(leaf))
+    def _bound(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Call:
+        """Maps the arguments of a call to their names, with defaults and tensors' dependence."""
+        arguments, base = func._schema.arguments, func._schema.name.partition("::")[2]
+        if func._schema.is_mutable and base.endswith("_") and not base.endswith("__"):
+            base = base[:-1]  # of the in-place variant
+        bound = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        bound |= {a.name: given for a, given in zip(arguments, args)} | kwargs
+        operands = [
+            Operand(name, leaf, self.value_of(leaf))
+            for name, given in bound.items()
+            for leaf in tree_leaves(given)
+            if isinstance(leaf, Tensor)
+        ]
+        return Call(base, bound, operands, self.sizes)
 
-    def _check_write(self, operand: Operand) -> None:
-        """Refuses writes into the model or the batch: each micro-batch would write again."""
-        tensor = operand.tensor
-        if not isinstance(tensor, FakeTensor):
-            raise UnprovedError(f"writes into {self._name(tensor)}")
-        outside = self._outside.get(tensor.untyped_storage()._cdata)
-        if outside is not None:
-            raise UnprovedError(f"writes into {outside}")
+    def _check(self, call: Call, func: Any) -> list[Operand]:
+        """Refuses what each micro-batch would do again; returns the tensors that are written.
+
+        This is a write into the model or the batch, and random numbers except those of dropout,
+        which are drawn entry by entry.
+        """
+        infos = {a.name: a.alias_info for a in func._schema.arguments if a.alias_info is not None}
+        written = [op for op in call.operands if op.name in infos and infos[op.name].is_write]
+        for tensor in (operand.tensor for operand in written):
+            if not isinstance(tensor, FakeTensor):
+                raise UnprovedError(f"writes into {self._name(tensor)}")
+            outside = self._outside.get(tensor.untyped_storage()._cdata)
+            if outside is not None:
+                raise UnprovedError(f"writes into {outside}")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if call.args.get("generator") is not None:
+                raise UnprovedError("draws from a generator of its own, once per micro-batch")
+            if not call.name.startswith(_DRAWING_BY_ENTRY):
+                raise UnprovedError("draws random numbers, once per micro-batch; only dropout may")
+        if torch.Tag.out_variant in func.tags or torch.Tag.out in func.tags:
+            raise UnprovedError("writes into a tensor given as out=")
+        return written
 
     def _name(self, tensor: Tensor) -> str:
         """Describes a tensor with data."""
@@ -171,24 +179,6 @@ class Follower(TorchDispatchMode):
         if real and any(returned.alias_info is not None for returned in func._schema.returns):
             for out in call.outputs:
                 self._outside[out.untyped_storage()._cdata] = self._name(real[0])
-
-    def _check_random(self, func: Any, base: str, bound: Mapping[str, Any]) -> None:
-        """Refuses random numbers, except those of dropout, which are drawn entry by entry."""
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return
-        if bound.get("generator") is not None:
-            raise UnprovedError("draws from a generator of its own, once per micro-batch")
-        if base.startswith(_ATTENTION) or base in _DRAWING_BY_ENTRY:
-            return
-        raise UnprovedError("draws random numbers, once per micro-batch; only dropout may")
-
-    def _rule(self, func: Any, namespace: str, base: str) -> Rule | None:
-        """Finds the rule of an operator; ``None`` = it has none."""
-        key = base if namespace == "aten" else f"{namespace}.{base}"
-        if torch.Tag.out_variant in func.tags or torch.Tag.out in func.tags:
-            raise UnprovedError("writes into a tensor given as out=")
-        is_pointwise = torch.Tag.pointwise in func.tags and base != "equal"
-        return POINTWISE if namespace == "aten" and is_pointwise else RULES.get(key)
 
     def _decomposed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs an operator without a rule by its decomposition."""
@@ -225,26 +215,3 @@ class Follower(TorchDispatchMode):
             self.know(tensor, value)
         elif value.kind is not Kind.SAME:
             raise UnprovedError("gives a tensor with data that depends on the batch")
-
-
-def _base_name(func: Any, name: str) -> str:
-    """Name of an operator without the underscore of its in-place variant."""
-    if func._schema.is_mutable and name.endswith("_") and not name.endswith("__"):
-        return name[:-1]
-    return name
-
-
-def _bind(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Maps the arguments of a call to their names, with defaults."""
-    arguments = func._schema.arguments
-    bound = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    bound |= {a.name: given for a, given in zip(arguments, args)}
-    return bound | kwargs
-
-
-def _written(func: Any, operands: Sequence[Operand]) -> Iterator[Operand]:
-    """Yields the tensors that the operator writes into, by its schema."""
-    names = {
-        a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
-    }
-    return (operand for operand in operands if operand.name in names)

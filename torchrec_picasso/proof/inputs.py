@@ -16,7 +16,7 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.proof.follow import Follower
 from torchrec_picasso.proof.values import SAME, SAMPLES, Kind, Sizes, UnprovedError, Value
 
-__all__ = ["Inputs", "form_of"]
+__all__ = ["Inputs", "form_of", "types_in"]
 
 
 class Inputs:
@@ -44,7 +44,13 @@ class Inputs:
         if isinstance(value, KeyedJaggedTensor):
             return self._keyed_jagged(value, path)
         if isinstance(value, JaggedTensor):
-            return self._jagged(value, path, has_graph)
+            shape = value.lengths().shape
+            if shape != (self._num_samples,):
+                raise UnprovedError(
+                    f"{path} has lengths of shape {tuple(shape)}, and not of {self._num_samples} "
+                    "samples"
+                )
+            return self._jagged(path, value, value.values().size(0), has_graph)
         if isinstance(value, KeyedTensor):
             if value.key_dim() != 1:
                 raise UnprovedError(f"{path} is a KeyedTensor of keys along dim {value.key_dim()}")
@@ -96,16 +102,7 @@ class Inputs:
         self._follower.know(made, value, is_input=not has_graph)
         return made
 
-    def _jagged(self, jagged: JaggedTensor, path: str, has_graph: bool) -> JaggedTensor:
-        """Makes sequences: values (n,), n a symbol of their own, and a length per sample."""
-        if jagged.lengths().shape != (self._num_samples,):
-            raise UnprovedError(
-                f"{path} has lengths of shape {tuple(jagged.lengths().shape)}, and not of "
-                f"{self._num_samples} samples"
-            )
-        return self._sequences(path, jagged, jagged.values().size(0), has_graph)
-
-    def _sequences(
+    def _jagged(
         self,
         path: str,
         like: JaggedTensor | KeyedJaggedTensor,
@@ -135,7 +132,7 @@ class Inputs:
             raise UnprovedError(f"{path} has no features")
         # what to_dict() will return
         features = {
-            key: self._sequences(f"{path}[{key!r}]", kjt, count)
+            key: self._jagged(f"{path}[{key!r}]", kjt, count)
             for key, count in zip(keys, kjt.length_per_key())
         }
         # all features in one: entries whose order the rules do not follow
@@ -163,15 +160,21 @@ class _Features(KeyedJaggedTensor):
         return self.to_dict()[key]
 
 
+def types_in(batch: Any) -> list[type]:
+    """Lists the types of the containers in a batch, whose methods are the user's."""
+    members = children_of(batch)
+    inside = [kind for _, member in members or () for kind in types_in(member)]
+    return inside if members is None else [type(batch), *inside]
+
+
 def form_of(value: Any) -> Hashable:
     """Describes all of a batch that is neither data nor a size: a model may branch on it."""
-    if isinstance(value, KeyedJaggedTensor):
-        weights = value.weights_or_none()
-        types = value.values().dtype, None if weights is None else weights.dtype
-        return tuple(value.keys()), value.variable_stride_per_key(), *types
-    if isinstance(value, JaggedTensor):
-        weights = value.weights_or_none()
-        form = form_of(value.values())
+    if isinstance(value, JaggedTensor | KeyedJaggedTensor):
+        values, weights = value.values(), value.weights_or_none()
+        form = form_of(values)
+        if isinstance(value, KeyedJaggedTensor):
+            # the pipeline sets attributes on these values
+            form = tuple(value.keys()), value.variable_stride_per_key(), values.dtype
         return form, None if weights is None else weights.dtype
     if isinstance(value, KeyedTensor):
         return tuple(value.keys()), tuple(value.length_per_key()), form_of(value.values())

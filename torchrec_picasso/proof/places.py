@@ -41,10 +41,13 @@ def view(call: Call) -> Value:
     return replace(value, outer=outer, feature="")
 
 
-@rule("permute transpose t unsqueeze", linear=True, places=True)
+@rule("permute transpose t unsqueeze squeeze", linear=True, places=True)
 def turned(call: Call) -> Value:
-    """Reorders dims, or adds one."""
-    return _kept(call.only())
+    """Reorders dims, adds one, or drops those of one entry."""
+    operand = call.only()
+    if call.name == "squeeze" and operand.value.dim in call.dims(operand):
+        raise UnprovedError("drops the batch's dim where there is one sample; name another dim")
+    return _kept(operand)
 
 
 def _kept(operand: Operand) -> Value:
@@ -54,28 +57,13 @@ def _kept(operand: Operand) -> Value:
     return replace(operand.value, feature="")
 
 
-@rule("squeeze", linear=True, places=True)
-def squeeze(call: Call) -> Value:
-    """Drops dims of one entry; the batch's dim would be dropped if there is one sample."""
-    operand, dims = call.only(), call.dims(call.only())
-    if dims is None or operand.value.dim in dims:
-        raise UnprovedError("drops the batch's dim where there is one sample; name another dim")
-    return _kept(operand)
-
-
-@rule("expand", numbers=True, linear=True, places=True)
-def expand(call: Call) -> Value:
-    """Repeats entries along new dims, or along dims of one entry."""
-    return _kept(call.only()) if call.varying else call.filled()
-
-
-@rule("repeat", numbers=True, linear=True)
-def repeat(call: Call) -> Value:
-    """Repeats entries along dims."""
+@rule("expand repeat", numbers=True, linear=True, places=True)
+def repeated(call: Call) -> Value:
+    """Repeats entries along dims; ``expand`` only along new ones, or those of one entry."""
     if not call.varying:
         return call.filled()
     operand = call.only()
-    if call.numbers or call.args["repeats"][operand.place] != 1:
+    if call.name == "repeat" and (call.numbers or call.args["repeats"][operand.place] != 1):
         raise UnprovedError("repeats the batch")
     return _kept(operand)
 
@@ -84,7 +72,7 @@ def repeat(call: Call) -> Value:
 def slice_(call: Call) -> Value:
     """Selects consecutive indices of a dim; of offsets, all but the last or the first."""
     operand = call.only()
-    value, (out,), dim = operand.value, call.outputs, call.dim(operand)
+    value, (out,), (dim,) = operand.value, call.outputs, call.dims(operand)
     start, step = call.args.get("start") or 0, call.args.get("step", 1)
     if step == 1 and str(out.shape[dim]) == str(operand.tensor.shape[dim]):
         return value
@@ -132,9 +120,8 @@ def index(call: Call) -> Value:
     """Selects entries by indices of one or several dims."""
     operand = call.operand("self")
     indices = [other for other in call.operands if other.name in ("indices", "index")]
-    if "dim" in call.args:
-        dims = [call.dim(operand)]
-    else:
+    dims = call.dims(operand)
+    if "indices" in call.args:
         dims = [dim for dim, one in enumerate(call.args["indices"]) if one is not None]
     by_dim = dict(zip(dims, indices))
     if any(str(other.tensor.dtype) in ("torch.bool", "torch.uint8") for other in indices):
@@ -163,14 +150,8 @@ def _require_own(call: Call, operand: Operand, index: Operand) -> None:
         raise UnprovedError("takes entries of other samples, by an index into the batch")
     if value.outer != 1:
         raise UnprovedError("takes samples in different orders")
-    _require_single(call, operand)
-    call.sizes.want_same(value.counted, operand.value.rows, call.where)
-
-
-def _require_single(call: Call, operand: Operand) -> None:
-    """Requires one entry of the batch's dim for each row."""
-    if operand.value.outer != 1 or call.sizes.inner(operand.tensor, operand.value) != 1:
-        raise UnprovedError("takes entries of different samples for those of one")
+    call.require_single(operand)
+    call.want_same(value.counted, operand.value.rows)
 
 
 @rule("gather scatter scatter_add scatter_reduce")
@@ -181,7 +162,7 @@ def gather(call: Call) -> Value:
     # all operands have the batch in one dim, and the index works along another one
     found, operand = call.same_rows(call.operands), call.operand("self")
     (batch_dim, *others) = {other.value.dim for other in call.operands}
-    if others or call.dim(operand) == batch_dim:
+    if others or call.dims(operand) == [batch_dim]:
         raise UnprovedError("takes entries of other samples, by an index into the batch")
     if len({call.sizes.inner(other.tensor, other.value) for other in call.operands}) > 1:
         raise UnprovedError("takes entries of different samples for those of one")
@@ -194,11 +175,11 @@ def index_add(call: Call) -> Value:
     operand, index, source = call.operand("self"), call.operand("index"), call.operand("source")
     if any(other.value.kind is not Kind.ROWS or other.value.counted for other in (operand, source)):
         raise UnprovedError("adds to what are no entries of samples, or places in the batch")
-    if call.dim(operand) != operand.value.dim or source.value.dim != operand.value.dim:
+    if not (call.dims(operand) == [operand.value.dim] == [source.value.dim]):
         raise UnprovedError("adds entries to those of other samples")
     _require_own(call, operand, index)
-    _require_single(call, source)
-    call.sizes.want_same(source.value.rows, index.value.rows, call.where)
+    call.require_single(source)
+    call.want_same(source.value.rows, index.value.rows)
     return plain(operand.value)
 
 
@@ -233,35 +214,36 @@ def offsets(call: Call) -> Value:
 )
 def to_dense(call: Call) -> Value:
     """Pads each sample's lookups to rows of equal length, ``(n, D)`` -> ``(B, L, D)``."""
-    values, feature = call.operand("values"), _feature_of(call, "offsets", "offset")
-    if values.value.kind is not Kind.ROWS or values.value.dim or values.value.counted:
-        raise UnprovedError("pads values of another form than one row per lookup")
-    _require_single(call, values)
     # values and offsets must belong to the same lookups
-    call.sizes.want_same(values.value.rows, feature, call.where)
+    _require_list(call, call.operand("values"), _feature_of(call))
     return Value(Kind.ROWS, rows=SAMPLES)
 
 
 @rule("fbgemm.dense_to_jagged fbgemm.dense_to_jagged_forward", numbers=True, places=True)
 def to_jagged(call: Call) -> Sequence[Value]:
     """Removes the padding: entries of each sample up to its length, ``(B, L, D)`` -> ``(n, D)``."""
-    dense, feature = call.operand("dense"), _feature_of(call, "offsets", "x_offsets")
-    if dense.value.kind is not Kind.ROWS or dense.value.dim or dense.value.counted:
-        raise UnprovedError("takes places of what is not one list per sample")
-    _require_single(call, dense)
+    feature = _feature_of(call)
     if call.sizes.times(call.outputs[0].shape[0], feature) != 1:
         raise UnprovedError("gives another number of rows than the feature has lookups")
-    call.sizes.want_same(dense.value.rows, SAMPLES, call.where)
+    _require_list(call, call.operand("dense"), SAMPLES)
     places = [operand.value for operand in call.varying if operand.value.kind is Kind.OFFSETS]
     return [Value(Kind.ROWS, rows=feature), *(places * len(call.outputs[1:]))]
 
 
-def _feature_of(call: Call, *names: str) -> str:
+def _feature_of(call: Call) -> str:
     """Returns the one feature whose offsets a call has."""
+    names = ("offset", "offsets", "x_offsets")
     places = [operand.value for operand in call.operands if operand.name in names]
     if len(places) != 1 or places[0].kind is not Kind.OFFSETS:
         raise UnprovedError("has offsets that are not those of one feature")
     return places[0].feature
+
+
+def _require_list(call: Call, operand: Operand, rows: str) -> None:
+    """Requires one entry in dim 0 for each of these rows."""
+    if not call.sizes.is_list(operand.tensor, operand.value):
+        raise UnprovedError(f"takes what is not one entry for each of {rows}")
+    call.want_same(operand.value.rows, rows)
 
 
 @rule(

@@ -15,15 +15,12 @@ Cost: one forward without data, 1 to 2 ms per operator; negligible memory.
 from __future__ import annotations
 
 import gc
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -33,24 +30,20 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from torchrec_picasso.batches.split import PLAIN_TYPES, children_of, num_samples
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.proof.content import Kept
+from torchrec_picasso.proof.content import (
+    Kept,
+    random_states,
+    restored_randomness,
+    why_disturbed,
+)
+from torchrec_picasso.proof.dense_part import backward_steps
 from torchrec_picasso.proof.follow import Follower
-from torchrec_picasso.proof.guard import Guard, why_disturbed
-from torchrec_picasso.proof.hooks import why_backward_is_unknown
+from torchrec_picasso.proof.guard import Guard
 from torchrec_picasso.proof.inputs import Inputs
-from torchrec_picasso.proof.snapshot import Snapshot
 from torchrec_picasso.proof.values import SAMPLES, Kind, Sizes, UnprovedError, is_symbolic
 from torchrec_picasso.proof.watch import Watch
 
-__all__ = ["Given", "Losses", "Proof", "prove"]
-
-
-class Losses(Enum):
-    """How the model's losses are reduced over samples."""
-
-    MEANS = "means"
-    SUMS = "sums"
-    RATIOS = "numerators and denominators, both sums"
+__all__ = ["Given", "Proof", "prove"]
 
 
 @dataclass(frozen=True)
@@ -79,11 +72,7 @@ class Proof:
 
 
 def prove(
-    module: nn.Module,
-    batch: Any,
-    given: Sequence[Given],
-    *,
-    losses: Losses = Losses.MEANS,
+    module: nn.Module, batch: Any, given: Sequence[Given], loss_reduction: str = "mean"
 ) -> Proof:
     """Proves that a model may train in micro-batches of consecutive samples, or says why not.
 
@@ -94,14 +83,14 @@ def prove(
             output. Its state is restored after it.
         batch: Any batch of its data; neither its values nor its number of samples matter.
         given: Sharded modules, and others that do not run, with their outputs for the batch.
-        losses: Reduction of the losses; ratios are returned as ``(numerators, denominators)``.
+        loss_reduction: How the losses are reduced over samples: "mean", "sum", or "ratio", with
+            losses ``(numerators, denominators)`` that are both sums.
     """
     sizes = Sizes()
     named = (*module.named_parameters(), *module.named_buffers())
     follower = Follower(sizes, {id(tensor): name for name, tensor in named})
     try:
-        state = Snapshot(module, [known.module for known in given], _types_in(batch))
-        guard = Guard(state, batch)
+        guard = Guard(module, [known.module for known in given], batch)
     except Exception as error:  # any error of the user's attributes
         return Proof(f"the model's state cannot be read ({type(error).__name__}: {error})")
     mode = FakeTensorMode(shape_env=sizes.env, allow_non_fake_inputs=True)
@@ -110,7 +99,7 @@ def prove(
     def refuse(reason: str) -> None:
         follower.refuse(reason)
         # Python drops a profile function that raises, and a model may catch that and go on
-        state.examine_all()
+        guard.examine_all()
 
     def run() -> None:
         sizes.begin()
@@ -121,32 +110,25 @@ def prove(
             known.give(inputs.like(known.output, known.name, has_graph=True))
         # Modes from the outside in: enable gradients, decompose in Python, make tensors without
         # data, follow operators, watch functions.
-        watch = Watch(refuse, state.enter)
+        watch = Watch(refuse, guard.enter)
         with torch.enable_grad(), enable_python_dispatcher(), mode, follower, watch:
             result = module(made)
         if _places_in(made) != before:
             # the caller sees that, and a later epoch may read it; a micro-batch is a copy
             raise UnprovedError("the model changes the containers of its batch")
-        _judge(result, losses, follower)
+        _judge(result, loss_reduction, follower)
 
-    reason = state.reason or why_disturbed()
+    reason = guard.reason or why_disturbed()
     if reason is None:
         try:
             with _undisturbed():
-                _follow(run, state)
+                _follow(run, guard, batch)
         except (UnprovedError, InputError) as unproved:
             reason = str(unproved)
         except Exception as error:  # any error of a model without data
             reason = f"the model cannot run without data ({type(error).__name__}: {error})"[:400]
     # without a proof a guard is still useful: a change of the model allows another attempt
     return Proof(follower.reason or reason, guard, follower.num_operators)
-
-
-def _types_in(batch: Any) -> list[type]:
-    """Lists the types of the containers in a batch, whose methods are the user's."""
-    members = children_of(batch)
-    inside = [kind for _, member in members or () for kind in _types_in(member)]
-    return inside if members is None else [type(batch), *inside]
 
 
 def _places_in(value: Any) -> Any:
@@ -157,27 +139,29 @@ def _places_in(value: Any) -> Any:
     return [(suffix, _places_in(member)) for suffix, member in members]
 
 
-def _follow(run: Callable[[], None], state: Snapshot) -> None:
+def _follow(run: Callable[[], None], guard: Guard, batch: Any) -> None:
     """Follows the forward, refuses what it changes, and restores that."""
     try:
         run()
-        changed = _refuse_changes(state)
+        changed = _refuse_changes(guard)
         # Modules of libraries may set their own state in the first forward; a second one shows
         # whether that was all.
         if changed:
-            later = state.again()
+            later = guard.again(batch)
+            if later is None:
+                raise UnprovedError("the model's state cannot be read after its forward")
             run()
             _refuse_changes(later, may_be_libraries=False)
     finally:
-        state.restore()
-    state.forget(changed)
+        guard.restore()
+    guard.forget(changed)
 
 
-def _refuse_changes(state: Snapshot, may_be_libraries: bool = True) -> list[Kept]:
+def _refuse_changes(guard: Guard, may_be_libraries: bool = True) -> list[Kept]:
     """Refuses changed state, except that of library modules if this may change."""
-    changed = state.changed_containers()
+    changed = guard.changed_containers()
     users = [kept for kept in changed if not (may_be_libraries and kept.is_library)]
-    names = [*(kept.difference() for kept in users), *state.changed_names()]
+    names = [*(kept.difference() for kept in users), *guard.changed_names()]
     if names:
         raise UnprovedError(f"the model writes {names[0]} in its forward, once per micro-batch")
     return changed
@@ -188,38 +172,35 @@ def _undisturbed() -> Iterator[None]:
     """Runs a forward without side effects; refuses one that changed a global random state."""
     # finalizers would run inside the watched forward; autocast's cache would pass weights without
     # data to later forwards
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    was_enabled = gc.isenabled(), torch.is_autocast_cache_enabled()
+    was_enabled, was_cached = gc.isenabled(), torch.is_autocast_cache_enabled()
     gc.disable()
     torch.set_autocast_cache_enabled(False)
     try:
-        with warnings.catch_warnings():
+        with restored_randomness(torch.device("cpu")), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about shapes, which are placeholders here
+            before, state = random_states(), torch.get_rng_state()
             yield
+            if random_states() != before or not torch.equal(torch.get_rng_state(), state):
+                raise UnprovedError(
+                    "the model draws random numbers, or seeds them, once per micro-batch"
+                )
     finally:
-        after = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-        torch.set_autocast_cache_enabled(was_enabled[1])
-        if was_enabled[0]:
+        torch.set_autocast_cache_enabled(was_cached)
+        if was_enabled:
             gc.enable()
-    if repr(before[:2]) != repr(after[:2]) or not torch.equal(before[2], after[2]):
-        raise UnprovedError("the model draws random numbers, or seeds them, once per micro-batch")
 
 
-def _judge(result: Any, losses: Losses, follower: Follower) -> None:
+def _judge(result: Any, loss_reduction: str, follower: Follower) -> None:
     """Raises UnprovedError if losses and outputs of micro-batches do not add up to the batch's."""
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise UnprovedError(f"the model gives a {type(result).__name__}, not losses and an output")
     found, output = result
     # losses: the kind of the reduction; a constant loss is a mean too
-    parts = [found]
-    if losses is Losses.RATIOS:
+    parts, expected = [found], Kind.MEAN if loss_reduction == "mean" else Kind.SUM
+    if loss_reduction == "ratio":
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise UnprovedError(f"the loss is a {type(found).__name__}, not two sums")
         parts = list(found)
-    expected = Kind.MEAN if losses is Losses.MEANS else Kind.SUM
     for part in parts:
         if not isinstance(part, Tensor):
             raise UnprovedError(f"the loss is a {type(part).__name__}, not a tensor")
@@ -228,13 +209,25 @@ def _judge(result: Any, losses: Losses, follower: Follower) -> None:
             raise UnprovedError(f"the loss is {kind.value}, not {expected.value}")
     if not parts[0].requires_grad:
         raise UnprovedError("the loss has no graph")
-    reason = why_backward_is_unknown(parts)
-    if reason is not None:
-        raise UnprovedError(f"the loss goes through {reason}")
+    _judge_backward(parts)
     _judge_output(output, "output", follower)
     complaint = follower.sizes.assumption() or follower.sizes.complaint()
     if complaint is not None:
         raise UnprovedError(complaint)
+
+
+def _judge_backward(losses: Sequence[Tensor]) -> None:
+    """Refuses a backward with a step of Python code, or of an unknown library."""
+    for step in backward_steps(losses):
+        if isinstance(step, torch.autograd.function.BackwardCFunction):
+            name = type(step).__name__.removesuffix("Backward")
+            advice = "; use_reentrant=False can be followed" if name.startswith("Checkp") else ""
+            raise UnprovedError(
+                f"the loss goes through {name}, a torch.autograd.Function whose backward may do "
+                f"anything{advice}"
+            )
+        if "CppNode" in step.name() and "fbgemm" not in step.name():
+            raise UnprovedError(f"the loss goes through {step.name()}, whose backward is not known")
 
 
 def _judge_output(value: Any, path: str, follower: Follower) -> None:
@@ -244,10 +237,12 @@ def _judge_output(value: Any, path: str, follower: Follower) -> None:
     if isinstance(value, KeyedJaggedTensor):
         raise UnprovedError(f"{path} is a KeyedJaggedTensor")
     if isinstance(value, JaggedTensor):
-        _judge_jagged(value, path, follower)
-    elif isinstance(value, KeyedTensor):
-        if value.key_dim() != 1:
-            raise UnprovedError(f"{path} has keys along dim {value.key_dim()}")
+        # values in the rows that their lengths count
+        feature = follower.value_of(value.lengths()).feature
+        for tensor in (value.values(), value.weights_or_none()):
+            if tensor is not None and not (feature and _is_list(tensor, feature, follower)):
+                raise UnprovedError(f"{path} has not the rows that its lengths say")
+    elif isinstance(value, KeyedTensor) and value.key_dim() == 1:
         _judge_output(value.values(), f"{path}.values()", follower)
     elif isinstance(value, Tensor):
         _judge_tensor(value, path, follower)
@@ -266,7 +261,7 @@ def _judge_tensor(tensor: Tensor, path: str, follower: Follower) -> None:
         raise UnprovedError(f"{path} is a tensor of the model, which moves with it")
     value = follower.value_of(tensor)
     if value.kind is Kind.ROWS:
-        if not _has_rows(tensor, SAMPLES, follower):
+        if not _is_list(tensor, SAMPLES, follower):
             raise UnprovedError(f"{path} is not one entry for each sample in dim 0")
     elif value.kind not in (Kind.MEAN, Kind.SAME) or tensor.dim():
         raise UnprovedError(f"{path} is {value.kind.value}, so it cannot be joined")
@@ -276,17 +271,7 @@ def _judge_tensor(tensor: Tensor, path: str, follower: Follower) -> None:
         raise UnprovedError(f"{path} is a view into the model or the batch, which moves with it")
 
 
-def _has_rows(tensor: Tensor, rows: str, follower: Follower) -> bool:
+def _is_list(tensor: Tensor, rows: str, follower: Follower) -> bool:
     """Whether a tensor has one entry for each of these rows in dim 0."""
     value = follower.value_of(tensor)
-    is_known = value.kind is Kind.ROWS and value.rows == rows and value.dim == 0
-    is_single = is_known and value.outer == 1 and follower.sizes.inner(tensor, value) == 1
-    return is_single and not value.counted
-
-
-def _judge_jagged(jagged: JaggedTensor, path: str, follower: Follower) -> None:
-    """Checks sequences of the output: values in the rows that their lengths count."""
-    feature = follower.value_of(jagged.lengths()).feature
-    for tensor in (jagged.values(), jagged.weights_or_none()):
-        if tensor is not None and not (feature and _has_rows(tensor, feature, follower)):
-            raise UnprovedError(f"{path} has not the rows that its lengths say")
+    return value.rows == rows and follower.sizes.is_list(tensor, value)

@@ -175,8 +175,8 @@ def arange(call: Call) -> Value:
 def total(call: Call) -> Value:
     """Sums or averages: within a sample, or over the batch."""
     operand = call.only()
-    value, dims = operand.value, call.dims(operand)
-    if dims is not None and value.dim not in dims:
+    value = operand.value
+    if value.dim not in call.dims(operand):
         return plain(value)
     if call.name == "sum":
         return Value(Kind.SUM)
@@ -193,24 +193,20 @@ def total(call: Call) -> Value:
 @rule(
     "softmax _softmax log_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp cummax "
     "cummin sort argsort topk kthvalue median mode glu logsumexp amax amin max min argmax argmin "
-    "any all prod var std var_mean std_mean linalg_vector_norm norm aminmax flip roll"
+    "any all prod var std var_mean std_mean linalg_vector_norm norm aminmax flip roll "
+    "constant_pad_nd native_layer_norm _fused_rms_norm"
 )
 def along(call: Call) -> Value:
-    """Computes along dims other than the batch's."""
+    """Computes along dims other than the batch's, with the same weights for all samples."""
     operand = call.only()
     dims = call.dims(operand)
-    if dims is None or operand.value.dim in dims:
+    if call.name == "constant_pad_nd":  # a pair of numbers for each dim, from the last dim on
+        padded = [place // 2 for place, by in enumerate(call.args["pad"]) if by != 0]
+        dims = [operand.tensor.dim() - 1 - place for place in padded]
+    elif "normalized_shape" in call.args:
+        dims = list(range(operand.tensor.dim())[-len(call.args["normalized_shape"]) :])
+    if operand.value.dim in dims or operand.name not in ("self", "input"):
         raise UnprovedError("computes over the batch: its samples change what others give")
-    return plain(operand.value)
-
-
-@rule("constant_pad_nd")
-def pad(call: Call) -> Value:
-    """Adds constants before and behind the entries of last dims."""
-    operand = call.only()
-    touched = [-1 - place // 2 for place, by in enumerate(call.args["pad"]) if by != 0]
-    if operand.place in touched:
-        raise UnprovedError("adds constants along the batch")
     return plain(operand.value)
 
 
@@ -257,15 +253,6 @@ def product(call: Call) -> Value | None:
     if names == ["b"]:
         raise UnprovedError("has different constants for different places in the batch")
     return found
-
-
-@rule("native_layer_norm _fused_rms_norm")
-def norm(call: Call) -> Value:
-    """Normalizes over last dims of each sample, with the same weights for all."""
-    operand = call.only()
-    if operand.name != "input" or -operand.place <= len(call.args["normalized_shape"]):
-        raise UnprovedError("takes a norm over the batch")
-    return plain(operand.value)
 
 
 @rule(

@@ -106,8 +106,8 @@ class Sizes:
         )
         self._counts: dict[str, torch.SymInt] = {}
         self._names: dict[sympy.Expr, str] = {}
-        # union-find of row names that an operator forces to be equal, and equalities that rules
-        # need: (rows, rows, place)
+        # union-find of row names that an operator forces to be equal; equalities that rules need,
+        # with their place
         self._same_as: dict[str, str] = {}
         self._wanted: list[tuple[str, str, str]] = []
         self._num_known = 0
@@ -152,31 +152,35 @@ class Sizes:
     def locate(self, tensor: Tensor, value: Value) -> Value:
         """Sets the dim of a tensor's value: the one dim with the batch's size, if it needs one."""
         dims = self.batch_dims(tensor)
-        shape = "(" + ", ".join(map(str, tensor.shape)) + ")"
-        if value.kind is Kind.HIDDEN:
+        has_none = value.is_partial or value.kind is Kind.SAME
+        if value.kind is Kind.HIDDEN or (has_none and not dims):
             return value
-        if value.kind in (Kind.SAME, Kind.MEAN, Kind.SUM):
-            if dims:
-                raise UnprovedError(
-                    f"gives a tensor of shape {shape}, with an entry for each sample"
-                )
-            return value
-        if len(dims) != 1:
-            raise UnprovedError(
-                f"gives a tensor of shape {shape}, with {len(dims)} dims that have the batch's size"
-            )
-        (dim,) = dims
-        if value.kind is Kind.ROWS:
-            times = self.times(tensor.shape[dim], value.rows)
-            if times is None or times % value.outer:
-                raise UnprovedError(f"gives a tensor of shape {shape}, not of samples")
-        return replace(value, dim=dim)
+        if has_none:
+            problem = "with an entry for each sample"
+        elif len(dims) != 1:
+            problem = f"with {len(dims)} dims that have the batch's size"
+        elif value.kind is Kind.ROWS and not self._has_blocks(tensor.shape[dims[0]], value):
+            problem = "not of samples"
+        else:
+            return replace(value, dim=dims[0])
+        shape = ", ".join(map(str, tensor.shape))
+        raise UnprovedError(f"gives a tensor of shape ({shape}), {problem}")
+
+    def _has_blocks(self, size: Any, value: Value) -> bool:
+        """Whether a size is that of ``outer`` blocks of rows."""
+        times = self.times(size, value.rows)
+        return times is not None and times % value.outer == 0
 
     def inner(self, tensor: Tensor, value: Value) -> int:
         """Counts the entries of each row in the batch's dim of a tensor of kind ``ROWS``."""
         times = self.times(tensor.shape[value.dim], value.rows)
         assert times is not None
         return times // value.outer
+
+    def is_list(self, tensor: Tensor, value: Value) -> bool:
+        """Whether a tensor has one entry for each row, in dim 0, and these are no positions."""
+        is_first = value.kind is Kind.ROWS and value.dim == 0 and not value.counted
+        return is_first and value.outer == 1 and self.inner(tensor, value) == 1
 
     # -- equal numbers of rows -----------------------------------------------------------------
 
@@ -199,8 +203,7 @@ class Sizes:
 
     def want_same(self, one: str, other: str, where: str) -> None:
         """Records that a rule needs two equal numbers, which another operator must enforce."""
-        if not self.are_same(one, other):
-            self._wanted.append((one, other, where))
+        self._wanted.append((one, other, where))
 
     def complaint(self) -> str | None:
         """Describes a needed equality that no operator enforces; ``None`` = there is none."""
@@ -216,30 +219,25 @@ class Sizes:
         an earlier forward.
         """
         for guard in self.env.guards[self._num_known if start is None else start :]:
-            for equal in _equalities(guard.expr):
-                if not isinstance(equal, sympy.Eq) or not all(
-                    side in self._names for side in equal.args
-                ):
-                    names = {symbol: sympy.Symbol(rows) for symbol, rows in self._names.items()}
-                    return f"assumes {guard.expr.xreplace(names)}"
-                one, other = (self._names[side] for side in equal.args)
-                self.want_same(one, other, "an operator")
+            one, other = (self._names.get(side) for side in _equal_sides(guard.expr))
+            if one is None or other is None:
+                names = {symbol: sympy.Symbol(rows) for symbol, rows in self._names.items()}
+                return f"assumes {guard.expr.xreplace(names)}"
+            self.want_same(one, other, "an operator")
         return None
 
 
-def _equalities(expr: Any) -> list[Any]:
-    """Simplifies an assumption for sizes of 2 or more, without common factors."""
+def _equal_sides(expr: Any) -> tuple[Any, Any]:
+    """What an assumption takes for equal, without a common factor; ``None`` = it is another one."""
     parts = [part for part in sympy.Or.make_args(expr) if not _is_of_small_size(part)]
-    if len(parts) != 1 or not isinstance(parts[0], sympy.Eq):
-        return [expr]
-    one, other = (side.as_coeff_Mul() for side in parts[0].args)
-    return [sympy.Eq(one[1], other[1]) if one[0] == other[0] else expr]
+    if len(parts) == 1 and isinstance(parts[0], sympy.Eq):
+        (factor, one), (other_factor, other) = (side.as_coeff_Mul() for side in parts[0].args)
+        if factor == other_factor:
+            return one, other
+    return None, None
 
 
 def _is_of_small_size(part: Any) -> bool:
     """Whether an assumption is that a size is 0 or 1, which sizes here are not."""
-    if not isinstance(part, sympy.Eq):
-        return False
-    symbols = [side for side in part.args if side.is_Symbol]
-    numbers = [side for side in part.args if side in (0, 1)]
-    return len(symbols) == len(numbers) == 1
+    sides = part.args if isinstance(part, sympy.Eq) else ()
+    return any(side.is_Symbol for side in sides) and any(side in (0, 1) for side in sides)

@@ -59,7 +59,7 @@ def foreign_module(name: str | None) -> str | None:
 
 
 @functools.lru_cache(4096)
-def _is_users(name: str, file: str) -> bool:
+def is_users_module(name: str, file: str = "") -> bool:
     """Whether a module is the user's, as are installed packages that are not listed."""
     root = name.partition(".")[0]
     if name.startswith("torchrec_picasso.app.zoo."):
@@ -71,20 +71,19 @@ def _is_users(name: str, file: str) -> bool:
 
 def is_users(code: CodeType, names: Mapping[str, Any]) -> bool:
     """Whether code with these globals is the user's: not a library's or this package's engine."""
-    return _is_users(names.get("__name__") or "", code.co_filename)
+    return is_users_module(names.get("__name__") or "", code.co_filename)
 
 
-def is_users_module(name: str) -> bool:
-    """Whether a module is the user's."""
-    return _is_users(name, "")
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields a frame and those that called it, from the inside out."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _is_import(frame: FrameType) -> bool:
     """Whether a frame runs the import of a module, or is called by one."""
-    found: FrameType | None = frame
-    while found is not None and not found.f_code.co_filename.startswith("<frozen importlib"):
-        found = found.f_back
-    return found is not None
+    return any(f.f_code.co_filename.startswith("<frozen importlib") for f in _callers(frame))
 
 
 def _line_of(frame: FrameType) -> str:
@@ -94,10 +93,9 @@ def _line_of(frame: FrameType) -> str:
 
 def current_line() -> str:
     """File and line of the innermost running code of the user's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_users(frame.f_code, frame.f_globals):
-        frame = frame.f_back
-    return "the model" if frame is None else _line_of(frame)
+    frames = _callers(sys._getframe(1))
+    own = (_line_of(frame) for frame in frames if is_users(frame.f_code, frame.f_globals))
+    return next(own, "the model")
 
 
 # -- what a function does, by its bytecode -------------------------------------------------------
@@ -179,43 +177,44 @@ def globals_in(code: CodeType) -> Iterator[tuple[str, list[str]]]:
 
 # -- what it calls -------------------------------------------------------------------------------
 
-_HOOKS = "sets a hook, which would see gradients of micro-batches"
-_READS = "reads data, so a model can branch on them"
-_GRADS = "runs a backward, or looks at gradients"
-_WRITES = "changes a tensor past autograd"
 _REFUSED = {
-    **dict.fromkeys(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"), _HOOKS),
-    **dict.fromkeys(
-        (
+    name: reason
+    for reason, names in {
+        "sets a hook, which would see gradients of micro-batches": (
+            *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+        ),
+        "reads data, so a model can branch on them": (
             *("item", "tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "storage"),
             *("__dlpack__", "__reduce_ex__", "__deepcopy__", "apply_", "map_", "__bool__"),
-            *("__int__", "__float__", "__index__", "__repr__", "__format__"),
-            "_version",
+            *("__int__", "__float__", "__index__", "__repr__", "__format__", "_version"),
         ),
-        _READS,
-    ),
-    **dict.fromkeys(("backward", "grad", "grad_fn"), _GRADS),
-    **dict.fromkeys(("requires_grad_", "share_memory_", "set_"), _WRITES),
-    "data": "takes .data, past autograd; use detach()",
+        "runs a backward, or looks at gradients": ("backward", "grad", "grad_fn"),
+        "changes a tensor past autograd": ("requires_grad_", "share_memory_", "set_"),
+        "takes .data, past autograd; use detach()": ("data",),
+    }.items()
+    for name in names
 }
 """Functions and attributes of tensors that a forward must not use, each with the reason."""
 
 _ASKS = ("get_rng_state", "initial_seed", "seed", "is_anomaly_enabled")
 """Functions of PyTorch that read the state of the process; :mod:`.guard` watches others."""
 
-_NUMBER_METHODS = frozenset(
-    vars(kind)[name].__code__
+_OF_SIZE = "branches on the size of the batch, or makes a plain number or a text of it"
+_CALLS = {
+    vars(kind)[name].__code__: _OF_SIZE
     for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)
     for name in (
         *("__bool__", "__int__", "__index__", "__float__", "__hash__", "__round__"),
         *("__str__", "__repr__", "__format__"),
     )
     if hasattr(vars(kind).get(name), "__code__")
-)
-"""Code of methods that turn a symbol into a plain number or a text."""
-
-_FINALIZE = weakref.finalize.__init__.__code__
-_SAVED_HOOKS = torch.autograd.graph.saved_tensors_hooks.__init__.__code__
+} | {
+    weakref.finalize.__init__.__code__: "sets a function that runs after the forward",
+    torch.autograd.graph.saved_tensors_hooks.__init__.__code__: (
+        "sets hooks on tensors that are saved for backward"
+    ),
+}
+"""Code of Python functions that the user's must not call, each with the reason."""
 
 
 class Watch(TorchFunctionMode):
@@ -246,13 +245,16 @@ class Watch(TorchFunctionMode):
         if not any(map(callable, (*args, *(kwargs or {}).values()))):
             sys.setprofile(None)  # without a callback, only PyTorch's own code runs inside
         try:
-            name = _name_of(func)
+            name = getattr(func, "__name__", "")
+            is_set = name == "__set__"
+            if is_set or name == "__get__":  # of an attribute
+                name = func.__self__.__name__
             if func is Tensor.__len__ and is_symbolic(args[0].shape[0]):
                 self._complain(
                     f"{current_line()} takes len() of the batch, a plain number; use .shape[0]"
                 )
-            if name in _REFUSED or (name == "requires_grad" and func.__name__ == "__set__"):
-                reason = _REFUSED.get(name, _WRITES)
+            reason = _REFUSED.get("set_" if is_set and name == "requires_grad" else name)
+            if reason is not None:
                 self._complain(f"{current_line()} calls .{name}, which {reason}")
             return func(*args, **(kwargs or {}))
         finally:
@@ -290,19 +292,12 @@ class Watch(TorchFunctionMode):
             return
         if caller is None or not is_users(caller.f_code, caller.f_globals):
             return
-        if code in _NUMBER_METHODS:
-            if is_symbolic(frame.f_locals["self"]):
-                self._complain(
-                    f"{_line_of(caller)} branches on the size of the batch, or makes a plain "
-                    "number or a text of it"
-                )
-        elif code is _FINALIZE:
-            self._complain(f"{_line_of(caller)} sets a function that runs after the forward")
-        elif code is _SAVED_HOOKS:
-            self._complain(f"{_line_of(caller)} sets hooks on tensors that are saved for backward")
-        else:
+        reason = _CALLS.get(code)
+        if reason is None:
             found = foreign_module(frame.f_globals.get("__name__"))
             self._check_library(caller, found, code.co_name)
+        elif reason is not _OF_SIZE or is_symbolic(frame.f_locals["self"]):
+            self._complain(f"{_line_of(caller)} {reason}")
 
     def _check_library(self, caller: FrameType, found: str | None, name: str) -> None:
         """Refuses functions of a foreign module, and those that ask for the process's state."""
@@ -313,9 +308,3 @@ class Watch(TorchFunctionMode):
         """Records a reason and raises it; within a profile function this ends the examined one."""
         self._note(text)
         raise UnprovedError(text)
-
-
-def _name_of(func: Any) -> str:
-    """Name of a function; for a getter or setter, the name of its attribute."""
-    name = getattr(func, "__name__", "")
-    return str(func.__self__.__name__ if name in ("__get__", "__set__") else name)

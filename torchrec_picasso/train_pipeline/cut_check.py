@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -38,12 +36,16 @@ from torchrec_picasso.batches.split import FEWEST_SAMPLES, split_batch
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import agree_on
 from torchrec_picasso.proof.comparison import (
+    State,
     StillRandomness,
     Tolerance,
     difference_of,
     difference_of_outputs,
+    difference_of_states,
+    state_of,
 )
-from torchrec_picasso.proof.dense_part import ModelState, copy_model, dense_parameters
+from torchrec_picasso.proof.content import restored_randomness
+from torchrec_picasso.proof.dense_part import backward_steps, copy_model, dense_parameters
 from torchrec_picasso.schedule.schedule import is_depth_first
 from torchrec_picasso.train_pipeline.data_parallel import instead_of_wrapped
 from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput
@@ -115,11 +117,27 @@ class _Cut:
 class _Run:
     """The result of one way to run the model."""
 
-    loss: Tensor
+    tensors: Sequence[tuple[str, Tensor | None]]
+    """Gradients of tables' outputs and of dense weights, and the loss, each with its name."""
     output: Any
-    grads: Mapping[str, Sequence[Tensor | None]]
-    """Gradients of tables' outputs, by module, and of dense weights, by parameter."""
-    state: ModelState
+    state: State
+
+    def difference(self, parts: _Run, tolerance: Tolerance, cut: _Cut) -> str | None:
+        """Describes the first difference in gradients, loss, state or outputs.
+
+        The outputs of a torn batch are in another order and not compared.
+        """
+        for (name, one), (_, other) in zip(self.tensors, parts.tensors):
+            if one is not None and other is not None:
+                found = difference_of(one.to_dense(), other.to_dense(), tolerance)
+            else:
+                found = None if one is other else "is there in one of the two only"
+            if found is not None:
+                return f"{name} {found}"
+        found = difference_of_states(self.state, parts.state, tolerance)
+        if found is not None or not cut.is_in_order:
+            return found
+        return difference_of_outputs(self.output, parts.output, tolerance)
 
 
 class CutCheck:
@@ -156,9 +174,11 @@ class CutCheck:
         if self._options.split is not split_batch:
             ways.popitem()
         still, whole = StillRandomness(), None
+        shortened = self._taken.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
         for way, cut in ways.items():
             try:
-                run = self._run(inflight, full_outputs, cut, still)
+                with restored_randomness(self._taken.device):
+                    run = self._run(inflight, full_outputs, cut, still)
             except Exception as error:  # any error of a user's model
                 # the message quotes sizes, since a torn batch has other sizes than the step's
                 return f"{type(error).__name__} {way}, of {cut.sizes_K} samples: {error}. {_ADVICE}"
@@ -169,15 +189,12 @@ class CutCheck:
                     "num_micro_batches=1"
                 )
             whole = whole or run
-            found = _difference(whole, run, self._tolerance(still), cut)
+            # of the coarsest number format that the runs used
+            tolerance = Tolerance(max(still.coarsest, _TENSOR_FLOAT if shortened else 0.0))
+            found = whole.difference(run, tolerance, cut)
             if found is not None:
                 return f"{way} {found}. {_ADVICE}"
         return None
-
-    def _tolerance(self, still: StillRandomness) -> Tolerance:
-        """The tolerance for the coarsest number format that the runs used."""
-        shortened = self._taken.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-        return Tolerance(max(still.coarsest, _TENSOR_FLOAT if shortened else 0.0))
 
     def _run(
         self,
@@ -188,9 +205,9 @@ class CutCheck:
     ) -> _Run:
         """Runs forward and backward of all micro-batches of ``cut``, as a step does.
 
-        ``full_outputs`` are those of the sharded modules for the whole batch, by name; ``still``
-        watches for random numbers and collectives.
+        ``full_outputs`` are those of the sharded modules for the whole batch, by name.
         """
+        model = copy_model(self._taken.inner, self._taken.postproc_modules)
         # copies: a model may write into its batch, and the step still needs the original
         batch, context = copy_batch(inflight.batch), copy.copy(inflight.context)
         context.postproc_fwd_results = copy_batch(context.postproc_fwd_results)
@@ -198,9 +215,9 @@ class CutCheck:
         given = {name: whole.detached() for name, whole in full_outputs.items()}
         losses_K: dict[int, Any] = {}
         outputs, program = [], self._program
-        with self._isolated() as model, still, torch.enable_grad():
-            setting = replace(inflight.setting, num_micro_batches=len(cut.pieces_K))
-            at_once = is_depth_first(setting, inflight.shares_rows)
+        setting = replace(inflight.setting, num_micro_batches=len(cut.pieces_K))
+        at_once = is_depth_first(setting, inflight.shares_rows)
+        with still, torch.enable_grad():
             # in the order of a scheduled step
             for k in range(len(cut.pieces_K)):
                 for name, module in self._taken.modules.items():
@@ -219,41 +236,32 @@ class CutCheck:
             if not at_once:
                 self._backward(losses_K, list(reversed(losses_K)), cut)
             # the leaves' gradients, in the order of the samples of the whole batch
-            grads: dict[str, Sequence[Tensor | None]] = {
-                f"the output of {name}": whole.joined_gradients() for name, whole in given.items()
-            }
-            for name, parameter in dense_parameters(model):
-                grads[name] = [parameter.grad]
+            tables = [
+                (f"the gradient of the output of {name}", grad)
+                for name, whole in given.items()
+                for grad in whole.joined_gradients()
+            ]
+            weights = [(f"the gradient of {n}", w.grad) for n, w in dense_parameters(model)]
+            loss = "the loss", program.losses.batch(losses_K, cut.sizes_K)
             return _Run(
-                loss=program.losses.batch(losses_K, cut.sizes_K),
+                tensors=[*tables, *weights, loss],
                 output=self._options.join(outputs, cut.sizes_K) if cut.is_in_order else None,
-                grads=grads,
-                state=ModelState(model),
+                state=state_of(model),
             )
 
     def _backward(self, losses_K: Mapping[int, Any], indices: Sequence[int], cut: _Cut) -> None:
-        """Runs backward of some micro-batches, in this order."""
-        parts = [self._program.losses.part(losses_K, k, cut.sizes_K) for k in indices]
-        self._refuse_shared(parts)
-        for loss in parts:
-            loss.backward()
+        """Runs backward of some micro-batches, in this order.
 
-    def _refuse_shared(self, losses: Sequence[Tensor]) -> None:
-        """Refuses losses whose backward would reach the model itself instead of its copy.
-
-        This happens if a method of the model was replaced by a function bound to the original.
+        One that would reach the model itself instead of its copy is refused: a method of the model
+        was replaced by a function bound to the original.
         """
+        losses = [self._program.losses.part(losses_K, k, cut.sizes_K) for k in indices]
         own = {id(parameter) for _, parameter in dense_parameters(self._taken.inner)}
-        nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-        seen = set(nodes)
-        # walks the autograd graph; its leaves (AccumulateGrad) name their parameter
-        while nodes:
-            node = nodes.pop()
-            if id(getattr(node, "variable", None)) in own:
-                raise CompatError("a function of the model runs another module than a copy's")
-            found = {following for following, _ in node.next_functions if following is not None}
-            nodes += found - seen
-            seen |= found
+        # the graph's leaves (AccumulateGrad) name their parameter
+        if any(id(getattr(node, "variable", None)) in own for node in backward_steps(losses)):
+            raise CompatError("a function of the model runs another module than a copy's")
+        for loss in losses:
+            loss.backward()
 
     def _forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Runs the program with the copy in place of the model that it wraps."""
@@ -264,18 +272,6 @@ class CutCheck:
         losses, output = model(batch)
         return losses, output
 
-    @contextmanager
-    def _isolated(self) -> Iterator[nn.Module]:
-        """Yields a copy of the model, and restores the states of all random generators after it."""
-        devices = [] if self._taken.device.type == "cpu" else [self._taken.device]
-        states = random.getstate(), np.random.get_state()
-        try:
-            with torch.random.fork_rng(devices=devices):
-                yield copy_model(self._taken.inner, self._taken.postproc_modules)
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-
 
 def _refuse_views(output: Any, model: nn.Module) -> None:
     """Refuses 0-d outputs that are views into the model: they would change with it when joined."""
@@ -285,29 +281,3 @@ def _refuse_views(output: Any, model: nn.Module) -> None:
         is_number = isinstance(leaf, Tensor) and leaf.dim() == 0
         if is_number and leaf._is_view() and leaf.untyped_storage().data_ptr() in kept:
             raise CompatError("the output holds a view into the model; clone it")
-
-
-def _difference(whole: _Run, parts: _Run, tolerance: Tolerance, cut: _Cut) -> str | None:
-    """Describes the first difference in gradients, loss, state or outputs; the outputs of a torn
-    batch are in another order and not compared."""
-    for name, grads in whole.grads.items():
-        for one, other in zip(grads, parts.grads[name]):
-            found = _difference_of_gradients(one, other, tolerance)
-            if found is not None:
-                return f"the gradient of {name} {found}"
-    found = difference_of(whole.loss, parts.loss, tolerance)
-    if found is not None:
-        return f"the loss {found}"
-    found = whole.state.difference(parts.state, tolerance)
-    if found is not None or not cut.is_in_order:
-        return found
-    return difference_of_outputs(whole.output, parts.output, tolerance)
-
-
-def _difference_of_gradients(
-    one: Tensor | None, other: Tensor | None, tolerance: Tolerance
-) -> str | None:
-    """Compares two gradients, of which a run may have none."""
-    if one is None or other is None:
-        return None if one is other else "is there in one of the two only"
-    return difference_of(one.to_dense(), other.to_dense(), tolerance)

@@ -25,8 +25,7 @@ from torchrec_picasso.rows.refresher import Refreshed
 from torchrec_picasso.rows.saved_uses import SavedUses
 from torchrec_picasso.schedule.schedule import Schedule, Setting
 from torchrec_picasso.sharding.delta_tracker import begin_batch
-from torchrec_picasso.train_pipeline.cuts import Cuts
-from torchrec_picasso.train_pipeline.evidence import CutEvidence
+from torchrec_picasso.train_pipeline.cuts import CutEvidence, Cuts
 from torchrec_picasso.train_pipeline.hot_sets import HotSets
 from torchrec_picasso.train_pipeline.in_flight import InFlight
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
