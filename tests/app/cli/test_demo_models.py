@@ -18,6 +18,7 @@ from torchrec_picasso.app.cli.demo import demo_spec
 from torchrec_picasso.app.cli.report import Comparison, change, print_comparison
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.compare import CompareSpec, compare_on_rank
+from torchrec_picasso.app.zoo.model_kinds import model_kinds
 
 TINY = ["--steps", "10", "--batch-size", "32", "--dim", "8"]
 
@@ -35,8 +36,9 @@ def compare_all(rank: int, world_size: int, specs: dict[str, CompareSpec]) -> di
     return {model: compare_on_rank(rank, world_size, spec) for model, spec in specs.items()}
 
 
-def test_bags_sequences_and_several_tasks_are_compared(capsys: Capture) -> None:
-    specs = {model: tiny_spec(model) for model in ("dlrm", "dien", "mmoe")}
+def test_every_model_is_compared(capsys: Capture) -> None:
+    specs = {model: tiny_spec(model) for model in model_kinds()}
+    assert len(specs) == 12
     longer = dataclasses.replace(specs["dlrm"].config, steps=20)
     specs["dlrm"] = dataclasses.replace(specs["dlrm"], config=longer, budget_s=0.0)
     results = run_ranks(compare_all, 2, specs, timeout_s=180)[0]
