@@ -50,7 +50,7 @@ def test_every_model_is_compared(capsys: Capture) -> None:
         assert comparison.max_relative_loss_difference < 1e-4, model  # sums in another order
 
 
-def test_models_of_histories_have_smaller_defaults() -> None:
+def test_other_models_have_smaller_defaults() -> None:
     parser = make_parser("0")
     dlrm, tbsm = (
         demo_spec(parser.parse_args(["demo", *options])).config

@@ -25,9 +25,9 @@ from torchrec_picasso.errors import ConfigError
 _STEPS, _BUDGET_S = 30, 40.0  # fewer steps where the machine is slow; as many as asked for else
 _MIN_STEPS = 10  # warm-up, counted steps and one timed block
 _GENERATED_ROW_SCALE = 0.02  # 10 million rows become 200,000
-_BATCH_SIZE, _DIM = 4096, 64
-_CLICKS_BATCH_SIZE, _CLICKS_DIM, _MAX_HISTORY = 512, 16, 20
-"""Smaller, since models of histories have attention or a recurrent layer over every click."""
+_BATCH_SIZE, _DIM = 4096, 64  # of a DLRM
+_SMALL_BATCH_SIZE = 512  # of other models, whose dense parts take most of a step
+_CLICKS_DIM, _MAX_HISTORY = 16, 20  # attention or a recurrent layer over every click
 _TIMEOUT_S = 3600
 _PROGRAM = ("-m", "torchrec_picasso")
 _MIN_BURST_BYTES = 128 << 10  # a packet of the loopback has up to 64 KiB
@@ -42,7 +42,7 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
     has_histories = needs_clicks(args.model)
     batch_size, dim = args.batch_size, args.dim
     if batch_size is None:
-        batch_size = _CLICKS_BATCH_SIZE if has_histories else _BATCH_SIZE
+        batch_size = _BATCH_SIZE if args.model == DLRM else _SMALL_BATCH_SIZE
     if dim is None:
         dim = _CLICKS_DIM if has_histories else _DIM
     towers: dict[str, Any] = {}
