@@ -24,7 +24,6 @@ from tests.rows.worlds import (
 )
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
-from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.rows.group import ROUTES
 from torchrec_picasso.rows.request import RowRequest
@@ -61,9 +60,10 @@ def _everywhere(values: Sequence[Any], what: Callable[..., Any], *args: Any) -> 
 
 def _request(world: World, of_ranks: Sequence[tuple[Bags, list[int]]]) -> list[RowRequest]:
     requests = [
-        RowRequest(group, BatchIds.read([features_of(world, bags)], group, sizes_K))
+        RowRequest(group, [features_of(world, bags)], sizes_K)
         for group, (bags, sizes_K) in zip(world.groups, of_ranks)
     ]
+    _everywhere(requests, RowRequest.send_header)
     assert all(_everywhere(requests, RowRequest.send_ids))
     _everywhere(requests, RowRequest.receive_ids)
     return requests
@@ -213,7 +213,8 @@ def test_rows_of_another_hot_set_are_never_served() -> None:
     world = make_world(1)
     group = world.groups[0]
     bags = [[[0]] for t in world.tables for _ in t.feature_names]
-    request = RowRequest(group, BatchIds.read([features_of(world, bags)], group))
+    request = RowRequest(group, [features_of(world, bags)])
+    request.send_header()
     request.send_ids()
     request.receive_ids()
     (route,) = group.routes

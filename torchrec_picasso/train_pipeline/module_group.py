@@ -18,7 +18,6 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowRequest
@@ -86,8 +85,9 @@ class ModuleGroup:
         # VBE rows belong to no micro-batch
         sizes = None if self._is_odd else sizes_K
         with torch.no_grad():
-            ids = BatchIds.read(by_module, self.rows, sizes, has_data, validated)
-            return RowRequest(self.rows, ids)
+            request = RowRequest(self.rows, by_module, sizes, has_data, validated)
+            request.send_header()
+        return request
 
     def _features_of(
         self, module: ScheduledModule, features: KeyedJaggedTensor
