@@ -2,7 +2,7 @@
 
 A batch passes the files in this order: ``valid_features``, ``request`` (which gives its
 ``layout``), ``batch_rows``, ``batch_gradients``; ``group`` holds what outlives a batch. Between
-batches ``refresher`` changes which rows are hot, by access counts (``saved_uses``, ``hot_rows``).
+batches ``refresher`` changes which rows are hot, by access counts (``hot_rows``).
 
 A driver decides when each operation runs: TorchRec's forward and the engine's backward
 (``sharding/in_backward.py``), or a schedule (``train_pipeline/``). Operations marked as collective
