@@ -17,10 +17,9 @@ from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.ops.row_order import first_use_chunks
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
-from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import BatchRows
-from torchrec_picasso.rows.layout import PackLayout
 from torchrec_picasso.rows.request import RowRequest
+from torchrec_picasso.rows.route import PackLayout
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "architecture.md"
 HEADING = "## A batch, worked out"
@@ -57,13 +56,14 @@ def _world() -> World:
     return world
 
 
-def _request(world: World, bags_W: Sequence[Any]) -> tuple[list[BatchIds], list[RowRequest]]:
-    batches = [
-        BatchIds.read([features_of(world, bags)], group, [1] * NUM_PARTS)
+def _request(world: World, bags_W: Sequence[Any]) -> list[RowRequest]:
+    requests = [
+        RowRequest(group, [features_of(world, bags)], [1] * NUM_PARTS)
         for group, bags in zip(world.groups, bags_W)
     ]
-    requests = [RowRequest(group, batch) for group, batch in zip(world.groups, batches)]
-    return batches, requests
+    for request in requests:
+        request.send_header()
+    return requests
 
 
 def _join(*groups: Any) -> str:
@@ -87,13 +87,13 @@ def _each(values: Sequence[Any], what: Callable[..., str]) -> tuple[str, ...]:
 def worked_example() -> Lines:
     """Everything that the document says, by the name of the line; a string per rank."""
     world = _world()
-    _, before = _request(world, BEFORE)
+    before = _request(world, BEFORE)
     for request in before:
         request.send_ids()
     for request in before:
         request.receive_ids()
-    batches, requests = _request(world, THIS)
-    lines = _of_ids(world, batches)
+    requests = _request(world, THIS)
+    lines = _of_ids(world, requests)
     sent = [rank.sent_elements for rank in world.ranks]
     for request in requests:
         request.send_ids()
@@ -106,7 +106,7 @@ def worked_example() -> Lines:
         request.send_dirty_mask(earlier)
     layouts = [request.lay_out() for request in requests]
     packs = [layout.packs[0] for layout in layouts]
-    request_order = [_packed(batch) for batch in batches]
+    request_order = [_packed(request) for request in requests]
     lines |= _of_layouts(packs, request_order)
     rows_W = [BatchRows(group, layout) for group, layout in zip(world.groups, layouts)]
     for fetch in (
@@ -120,19 +120,19 @@ def worked_example() -> Lines:
     return lines | _of_parts(rows_W, gradients) | _of_update(world, packs, gradients)
 
 
-def _packed(batch: BatchIds) -> list[int]:
+def _packed(batch: RowRequest) -> list[int]:
     """Packed ids in request order."""
     request = _of_rows(batch)
     ids: list[int] = request.rows.ids_U[request.located.order_U].tolist()
     return ids
 
 
-def _of_rows(batch: BatchIds) -> Any:
+def _of_rows(batch: RowRequest) -> Any:
     (request,) = batch.routes
     return request
 
 
-def _of_ids(world: World, batches: Sequence[BatchIds]) -> Lines:
+def _of_ids(world: World, batches: Sequence[RowRequest]) -> Lines:
     features = [batch.features for batch in batches]
     requests = [_of_rows(batch) for batch in batches]
     chunks = [first_use_chunks(r.rows, r.part_N, NUM_PARTS) for r in requests]
@@ -223,12 +223,12 @@ def _of_parts(rows_W: Sequence[BatchRows], gradients: Sequence[BatchGradients]) 
         pooled = []
         for of_rank, grads_K in zip(given, grads_WK):
             (matrix,) = of_rank.arrive()
-            index = of_rank.pooling_M[0].part.index
+            index = of_rank.pooling_M[0].part
             pooled.append(pool_rows(matrix, None, index))
             grads_K.append([gradient_of_rows(torch.ones_like(pooled[-1]), None, index)])
         name = f"part {part}"
         lines[f"{name}: position of each lookup in the matrix"] = _each(
-            given, lambda of: _join(of.pooling_M[0].part.index.row_of_lookup_N)
+            given, lambda of: _join(of.pooling_M[0].part.row_of_lookup_N)
         )
         lines[f"{name}: pooled (user / item)"] = _each(pooled, lambda p: _join(*p[:, :1]))
         lines[f"{name}: position of each gradient in request order"] = _each(

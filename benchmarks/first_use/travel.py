@@ -21,8 +21,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.app.zoo.data.clicks import Clicks, history_of
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.ops.ids import PackedTable
-from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.request import RowRequest
 
 _FLOAT_BYTES = 4
 _CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ class Tables:
             [[self._read(part) for part in split_batch(batch, sizes_K)] for batch in batches]
         )
 
-    def _travel(self, requests_W: Sequence[Sequence[BatchIds]]) -> Travel:
+    def _travel(self, requests_W: Sequence[Sequence[RowRequest]]) -> Travel:
         rows = header_bytes = 0
         touched_H = torch.zeros(self.num_hot_rows, dtype=torch.bool)
         for rank, requests in enumerate(requests_W):
@@ -115,11 +115,11 @@ class Tables:
             sent_bytes=rows * (id_bytes + 2 * row_bytes) + header_bytes + summed_bytes,
         )
 
-    def _read(self, batch: Batch, sizes_K: Sequence[int] | None = None) -> BatchIds:
+    def _read(self, batch: Batch, sizes_K: Sequence[int] | None = None) -> RowRequest:
         features: KeyedJaggedTensor = batch.sparse_features
         keys = features.keys()
         order = [keys.index(name) for names in self._rows_of for name in names]
-        return BatchIds.read([features.permute(order)], self._group, sizes_K)
+        return RowRequest(self._group, [features.permute(order)], sizes_K)
 
     def _make_group(self) -> RowGroup:
         tables, base = [], 0

@@ -22,7 +22,6 @@ from tests.rows.worlds import (
 )
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
-from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.rows.group import ROUTES
 from torchrec_picasso.rows.request import RowRequest
@@ -59,9 +58,10 @@ def _everywhere(values: Sequence[Any], what: Callable[..., Any], *args: Any) -> 
 
 def _request(world: World, of_ranks: Sequence[tuple[Bags, list[int]]]) -> list[RowRequest]:
     requests = [
-        RowRequest(group, BatchIds.read([features_of(world, bags)], group, sizes_K))
+        RowRequest(group, [features_of(world, bags)], sizes_K)
         for group, (bags, sizes_K) in zip(world.groups, of_ranks)
     ]
+    _everywhere(requests, RowRequest.send_header)
     assert all(_everywhere(requests, RowRequest.send_ids))
     _everywhere(requests, RowRequest.receive_ids)
     return requests
@@ -76,9 +76,9 @@ def _grads_of(rows: BatchRows, part: int) -> tuple[list[Tensor], list[Tensor]]:
     given = rows.acquire(part, lambda _: None)
     pooled, grads = [], []
     for place, (matrix, pooling) in enumerate(zip(given.arrive(), given.pooling_M)):
-        pooled.append(pool_rows(matrix, None, pooling.part.index))
+        pooled.append(pool_rows(matrix, None, pooling.part))
         upstream = _upstream(100 * part + place, *pooled[-1].shape)
-        grads.append(gradient_of_rows(upstream, None, pooling.part.index))
+        grads.append(gradient_of_rows(upstream, None, pooling.part))
     return pooled, grads
 
 
@@ -211,7 +211,8 @@ def test_rows_of_another_hot_set_are_never_served() -> None:
     world = make_world(1)
     group = world.groups[0]
     bags = [[[0]] for t in world.tables for _ in t.feature_names]
-    request = RowRequest(group, BatchIds.read([features_of(world, bags)], group))
+    request = RowRequest(group, [features_of(world, bags)])
+    request.send_header()
     request.send_ids()
     request.receive_ids()
     (route,) = group.routes

@@ -8,7 +8,6 @@ from tests.rows.worlds import features_of, make_world
 from tests.support.pretended_device import PretendedDevice, on_device
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.rows.valid_features import (
     RepairedFeatures,
@@ -109,9 +108,10 @@ def test_on_a_device_the_header_tells_what_a_reorder_hides(change: int) -> None:
             assert length_error(ordered) is None  # what nobody would see any more
             assert device.syncs, "a look at lengths is a wait"
             device.syncs.clear()
-            batch = BatchIds.read([ordered], group, validated=[validated])
+            request = RowRequest(group, [ordered], validated=[validated])
             assert device.syncs == ["nonzero"]  # how many rows are unique
-            requests.append(RowRequest(group, batch))
+            request.send_header()
+            requests.append(request)
     at_fault, other = requests
     if not change:
         with PretendedDevice():

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.rows.hot_rows import change_hot_rows, choose_swaps
-from torchrec_picasso.rows.refresh_policy import Refresh
-from torchrec_picasso.rows.route import Route
-from torchrec_picasso.rows.saved_uses import (
+from torchrec_picasso.rows.hot_rows import (
     SavedUses,
+    change_hot_rows,
+    choose_swaps,
     collect_uses,
     give_uses,
     take_census,
     uses_of,
 )
+from torchrec_picasso.rows.refresh_policy import Refresh
+from torchrec_picasso.rows.route import Route
 from torchrec_picasso.storage.row_uses import RowUses
 
 __all__ = ["Refreshed", "Refresher"]

@@ -1,23 +1,33 @@
-"""Requests the rows of a batch from their home ranks and computes the layout of the rows.
+"""The request of a batch's rows: read from its features, sent to home ranks, laid out.
 
 All operations here concern ids and run ahead of the step that needs the rows. The result is a
 :class:`RowLayout`, which contains everything that fetches, gradients and the update need. Each
-operation joins what the routes send into one collective.
+operation joins what the routes send into one collective. Invalid input is counted and replaced by
+harmless values, so that every rank reaches the header, which reports the error to all ranks.
 
-Shape letters: K parts, M matrices, P packs, W ranks.
+Shape letters: F features, K parts, M matrices, N lookups, P packs, S bags, W ranks.
+
+Host syncs per batch on CUDA: one with several routes, for the first lookup of each block, beside
+those of the routes.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from itertools import accumulate, pairwise
+from operator import add
 
-from torchrec_picasso.exchange.header import Header, HeaderExchange
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_picasso.exchange.header import Header, HeaderExchange, HeaderWords
 from torchrec_picasso.exchange.packed import PackedAllToAll
-from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import RowLayout
-from torchrec_picasso.rows.route import PackLayout, Pooling
-from torchrec_picasso.rows.valid_features import raise_on_bad_input
+from torchrec_picasso.rows.route import PackLayout, Pooling, Route, RouteFeatures
+from torchrec_picasso.rows.valid_features import are_bad, padded, raise_on_bad_input
 
 __all__ = ["RowRequest", "with_new_layout"]
 
@@ -25,18 +35,59 @@ __all__ = ["RowRequest", "with_new_layout"]
 class RowRequest:
     """The request for the rows of one batch; each method is called once, in order.
 
-    Construction sends the header. The object must be kept until the next batch's
+    Construction reads the ids and sends nothing. The object must be kept until the next batch's
     :meth:`send_dirty_mask`.
+
+    Args:
+        group: The tables of the modules.
+        features_by_module: Features that each module looks up, in its lookup order, with valid
+            lengths.
+        sizes_K: Samples of each micro-batch; ``None`` = one micro-batch.
+        has_data: False for a placeholder after the end of this rank's data.
+        validated: The results of :func:`.valid_features` for the batch, in any order; the header
+            reports the lengths that were malformed before.
     """
 
+    _header_exchange: HeaderExchange
     _header: Header
     _ids: PackedAllToAll
 
-    def __init__(self, group: RowGroup, batch: BatchIds) -> None:
+    def __init__(
+        self,
+        group: RowGroup,
+        features_by_module: Sequence[KeyedJaggedTensor],
+        sizes_K: Sequence[int] | None = None,
+        has_data: bool = True,
+        validated: Sequence[KeyedJaggedTensor] = (),
+    ) -> None:
         self._group = group
-        self._batch = batch
-        self._header_exchange = HeaderExchange(group.ranks, batch.words)
+        self._features_by_module = features_by_module
+        self._validated = validated
+        self._hot_epoch = group.hot_epoch
         self._dirty_mask: PackedAllToAll | None = None
+        features = group.in_one(features_by_module)
+        is_variable = features.variable_stride_per_key()
+        if is_variable and any(route.needs_one_batch_size for route in group.routes):
+            features, is_variable = padded(features), False
+        assert not is_variable or sizes_K is None, "samples of different features cannot be cut"
+        self.features = features
+        one_size = None if is_variable else features.stride()
+        self._sizes_K: Sequence[int | None] = [one_size] if sizes_K is None else sizes_K
+        self._weights_N = features.weights_or_none() if group.plan.takes_weights else None
+        by_route = _by_route(features, self._weights_N, self._sizes_K, group.routes)
+        self.routes = [route.read(own) for route, own in zip(group.routes, by_route)]
+        self.words = HeaderWords(
+            routes=[request.words for request in self.routes],
+            outside_ids=reduce(add, [request.outside_ids for request in self.routes]),
+            bad_weights=_count_bad_weights(self._weights_N, features.values().device),
+            bad_lengths=are_bad(validated),
+            has_data=has_data,
+            looks_up_nothing=not features.values().numel(),
+        )
+
+    def send_header(self) -> None:
+        """Starts to send the header. Collective."""
+        self._header_exchange = HeaderExchange(self._group.ranks, self.words)
 
     def send_ids(self) -> bool:
         """Waits for the header and sends all ids to their home ranks. Collective.
@@ -44,14 +95,14 @@ class RowRequest:
         Returns whether any rank has data; if none has, nothing is sent and the step ends here.
         Raises InputError on all ranks if any rank's ids, weights or lengths are invalid.
         """
-        group, batch = self._group, self._batch
+        group = self._group
         self._header = header = self._header_exchange.wait()
         if not header.any_data:
             return False
-        raise_on_bad_input(header, group.tables, batch.features, batch.validated, group.ranks.rank)
-        for request, words in zip(batch.routes, header.routes):
+        raise_on_bad_input(header, group.tables, self.features, self._validated, group.ranks.rank)
+        for request, words in zip(self.routes, header.routes):
             request.take_header(words)
-        payloads = [p for request in batch.routes for p in request.ids(group.row_dtype)]
+        payloads = [p for request in self.routes for p in request.ids(group.row_dtype)]
         self._ids = PackedAllToAll(group.ranks, payloads)
         return True
 
@@ -67,38 +118,87 @@ class RowRequest:
 
     def send_dirty_mask(self, before: RowRequest) -> None:
         """Sends the dirty mask, the requested rows that the batch before updates. Collective."""
-        requests = zip(self._batch.routes, before._batch.routes)
+        requests = zip(self.routes, before.routes)
         payloads = [p for request, earlier in requests for p in request.dirty_mask(earlier)]
         if payloads:
             self._dirty_mask = PackedAllToAll(self._group.ranks, payloads)
 
     def lay_out(self) -> RowLayout:
         """Builds the layout; waits for the dirty mask. Without a mask, all rows are dirty."""
-        batch, plan = self._batch, self._group.plan
         if self._dirty_mask is not None:
             self._dirty_mask.wait()
         packs: list[PackLayout] = []
-        pooling_KM: list[list[Pooling]] = [[] for _ in batch.sizes_K]
-        for request in batch.routes:
+        pooling_KM: list[list[Pooling]] = [[] for _ in self._sizes_K]
+        for request in self.routes:
             own_packs, own_KM = request.lay_out(first_matrix=len(pooling_KM[0]))
             packs += own_packs
             for pooling_M, own_M in zip(pooling_KM, own_KM):
                 pooling_M += own_M
+        matrices = self._group.plan.matrices
         return RowLayout(
-            features_by_module=batch.features_by_module,
-            sizes_K=batch.sizes_K,
-            hot_epoch=batch.hot_epoch,
+            features_by_module=self._features_by_module,
+            sizes_K=self._sizes_K,
+            hot_epoch=self._hot_epoch,
             packs=packs,
-            rows_M=[sum(pack.num_rows for pack in packs[matrix]) for matrix in plan.matrices],
+            rows_M=[sum(pack.num_rows for pack in packs[matrix]) for matrix in matrices],
             pooling_KM=pooling_KM,
-            weights_N=batch.weights_N,
+            weights_N=self._weights_N,
         )
 
 
 def with_new_layout(group: RowGroup, layout: RowLayout) -> RowLayout:
     """Rebuilds the layout of an unsplit batch after the hot rows changed. Collective."""
     with torch.no_grad():
-        request = RowRequest(group, BatchIds.read(layout.features_by_module, group))
+        request = RowRequest(group, layout.features_by_module)
+        request.send_header()
         request.send_ids()
         request.receive_ids()
         return request.lay_out()
+
+
+def _by_route(
+    features: KeyedJaggedTensor,
+    weights_N: Tensor | None,
+    sizes_K: Sequence[int | None],
+    routes: Sequence[Route],
+) -> Iterator[RouteFeatures]:
+    """Yields the features of each route, which follow each other in the batch."""
+    values_N, lengths_S, offsets_S1 = features.values(), features.lengths(), features.offsets()
+    strides_F = features.stride_per_key()
+    features_of_blocks = [num for route in routes for num in route.features_of_blocks]
+    # First bag of each feature, then of each block, on the host.
+    bag_at = [0, *accumulate(strides_F)]
+    edges = [bag_at[feature] for feature in accumulate(features_of_blocks, initial=0)]
+    lookup_at = [0, values_N.numel()]
+    if len(features_of_blocks) > 1:
+        on_device = torch.tensor(edges).to(offsets_S1.device, non_blocking=True)
+        lookup_at = offsets_S1.index_select(0, on_device).tolist()
+    block = feature = 0
+    for route in routes:
+        end_block = block + len(route.features_of_blocks)
+        end_feature = feature + route.num_features
+        bags = slice(edges[block], edges[end_block])
+        lookups = slice(lookup_at[block], lookup_at[end_block])
+        yield RouteFeatures(
+            values_N=_part(values_N, lookups),
+            lengths_S=_part(lengths_S, bags),
+            offsets_S1=_part(offsets_S1, slice(bags.start, bags.stop + 1)),
+            first_lookup=lookups.start,
+            weights_N=weights_N,
+            strides_F=strides_F[feature:end_feature],
+            sizes_K=sizes_K,
+            lookups_of_blocks=[
+                end - start for start, end in pairwise(lookup_at[block : end_block + 1])
+            ],
+        )
+        block, feature = end_block, end_feature
+
+
+def _part(values: Tensor, where: slice) -> Tensor:
+    return values if where == slice(0, len(values)) else values[where]
+
+
+def _count_bad_weights(weights_N: Tensor | None, device: torch.device) -> Tensor:
+    if weights_N is None:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    return torch.isfinite(weights_N).logical_not().sum()

@@ -26,7 +26,6 @@ from torchrec_picasso._torchrec import BaseSparseFeaturesDist
 from torchrec_picasso.errors import CompatError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement, Flags
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
-from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import RowLayout
@@ -57,8 +56,8 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         validated, self.validated = self.validated, ()
         self._group.check(sparse_features)
         with torch.no_grad():
-            batch = BatchIds.read([sparse_features], self._group, validated=validated)
-            request = RowRequest(self._group, batch)
+            request = RowRequest(self._group, [sparse_features], validated=validated)
+            request.send_header()
 
         @torch.no_grad()
         def after_header() -> Awaitable[KeyedJaggedTensor]:

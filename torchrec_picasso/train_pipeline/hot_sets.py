@@ -15,10 +15,10 @@ from torch import Tensor
 from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.hot_rows import SavedUses
 from torchrec_picasso.rows.refresh_policy import Refresh
 from torchrec_picasso.rows.refresher import Refreshed, Refresher
 from torchrec_picasso.rows.route import Route
-from torchrec_picasso.rows.saved_uses import SavedUses
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup
 
 __all__ = ["HotSets", "check_replicas"]

@@ -20,9 +20,9 @@ from torchrec_picasso.batches.feed import BatchFeed, SplitBatch
 from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.waiting import STEP_RANGE, named_range
+from torchrec_picasso.rows.hot_rows import SavedUses
 from torchrec_picasso.rows.refresh_policy import Refresh
 from torchrec_picasso.rows.refresher import Refreshed
-from torchrec_picasso.rows.saved_uses import SavedUses
 from torchrec_picasso.schedule.schedule import Schedule, Setting
 from torchrec_picasso.sharding.delta_tracker import begin_batch
 from torchrec_picasso.train_pipeline.cuts import CutEvidence, Cuts

@@ -17,7 +17,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.rows.batch_ids import BatchIds
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowRequest
@@ -84,8 +83,9 @@ class ModuleGroup:
         # VBE rows belong to no micro-batch
         sizes = None if self._is_odd else sizes_K
         with torch.no_grad():
-            ids = BatchIds.read(by_module, self.row_group, sizes, has_data, validated)
-            return RowRequest(self.row_group, ids)
+            request = RowRequest(self.row_group, by_module, sizes, has_data, validated)
+            request.send_header()
+        return request
 
     def _features_of(
         self, module: ScheduledModule, features: KeyedJaggedTensor

@@ -16,8 +16,8 @@ from torchrec_picasso.app.config import PipelineConfig, ShardingConfig, TrainCon
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.train import train_on_rank
 from torchrec_picasso.errors import PicassoError
+from torchrec_picasso.rows.hot_rows import SavedUses
 from torchrec_picasso.rows.refresh_policy import Refresh
-from torchrec_picasso.rows.saved_uses import SavedUses
 from torchrec_picasso.schedule.schedule import Setting
 
 NUM_HOT = 20

@@ -17,7 +17,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.rows.saved_uses import SavedUses
+from torchrec_picasso.rows.hot_rows import SavedUses
 
 _HOT_ROWS, _USES = "hot_rows.pt", "uses.pt"
 

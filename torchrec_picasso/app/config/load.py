@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import typing
 from collections.abc import Mapping
@@ -11,9 +12,9 @@ from typing import Any, TypeVar
 from torchrec_picasso.app.config.safe_yaml import read_yaml
 from torchrec_picasso.app.config.schema import TrainConfig
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.rules import Rules, field_types, shown, value_problems
+from torchrec_picasso.rules import field_types, shown, value_problems
 
-ConfigT = TypeVar("ConfigT", bound=Rules)
+ConfigT = TypeVar("ConfigT")
 
 
 def load_config(path: str | Path) -> TrainConfig:
@@ -104,22 +105,22 @@ def _build(cls: type[ConfigT], document: Any, prefix: str, problems: list[str]) 
         return None
     try:
         return cls(**values)
-    except ConfigError as error:  # only problems between fields are left here
+    except ConfigError as error:  # bounds of Refresh, or problems between fields
         problems.append(prefix + str(error).removeprefix(f"{cls.__name__}: "))
         return None
 
 
-def _sections(annotation: Any) -> tuple[type[Rules] | None, type[Rules] | None]:
+def _sections(annotation: Any) -> tuple[type | None, type | None]:
     """The config dataclass of a field, and that of each value of a mapping, if annotated so."""
 
-    def is_rules(value: Any) -> bool:
-        return isinstance(value, type) and issubclass(value, Rules)
+    def is_section(value: Any) -> bool:
+        return isinstance(value, type) and dataclasses.is_dataclass(value)
 
     arms = (annotation, *typing.get_args(annotation))
     args = [args for arm in arms if len(args := typing.get_args(arm)) == 2]
     return (
-        next((arm for arm in arms if is_rules(arm)), None),
-        next((value for _, value in args if is_rules(value)), None),
+        next((arm for arm in arms if is_section(arm)), None),
+        next((value for _, value in args if is_section(value)), None),
     )
 
 
