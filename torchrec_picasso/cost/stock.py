@@ -132,16 +132,20 @@ def stock_cost(
 
 
 def marginal_stock_costs(
-    sharding_type: str, works: Sequence[TableWork], curves: CommCurves, world_size: int
-) -> list[StepCost]:
-    """Predicts what each table adds to a step in which all tables have one stock sharding type: the
-    cost of all tables minus the cost without the table."""
-    uneven = max_over_mean(sharding_type, [work.load for work in works], world_size)
-    cost = partial(stock_cost, sharding_type, curves=curves, world_size=world_size, uneven=uneven)
-    totals = stock_totals(sharding_type, works)
-    own = [StockTotals.from_table(sharding_type, work) for work in works]
-    all_tables = cost(totals)
-    return [all_tables.plus(cost(totals.plus(table, -1.0)), -1.0) for table in own]
+    works: Sequence[TableWork], curves: CommCurves, world_size: int
+) -> tuple[dict[str, StepCost], ...]:
+    """Predicts what each table adds to a step in which all tables have one of ``STOCK_TYPES``, by
+    that type: the cost of all tables minus the cost without the table."""
+    added: tuple[dict[str, StepCost], ...] = tuple({} for _ in works)
+    for kind in STOCK_TYPES:
+        uneven = max_over_mean(kind, [work.load for work in works], world_size)
+        cost = partial(stock_cost, kind, curves=curves, world_size=world_size, uneven=uneven)
+        totals = stock_totals(kind, works)
+        all_tables = cost(totals)
+        for costs, work in zip(added, works):
+            others = totals.plus(StockTotals.from_table(kind, work), -1.0)
+            costs[kind] = all_tables.plus(cost(others), -1.0)
+    return added
 
 
 def _data_parallel(totals: StockTotals, curves: CommCurves, world_size: int) -> StepCost:

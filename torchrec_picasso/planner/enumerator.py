@@ -160,9 +160,9 @@ class HotColdEnumerator(EmbeddingEnumerator):
         hot_options.add_replica_storage(sharding_options, self._compute_device)
         unpriced, decision = sharding_options, self._decision
         if decision is not None and self._has_prices:
-            unpriced = hot_options.price_options(
-                sharding_options, decision.works, decision.curves, decision.world_size
-            )
+            names = (table.load.name for table in decision.tables)
+            added = dict(zip(names, decision.stock_costs))
+            unpriced = hot_options.price_options(sharding_options, added, decision.world_size)
         self._estimate(unpriced, only_memory=False)
 
     def _list_options(
