@@ -124,20 +124,23 @@ def choose(
     """
     works = tuple(TableWork(table.load, pricer.world_size) for table in tables)
     stock_costs = marginal_stock_costs(works, pricer.curves, pricer.world_size)
-    stock_types = [
-        min(table.stock_types, key=lambda kind: (added[kind].exposed_ms, kind), default=None)
-        for table, added in zip(tables, stock_costs)
-    ]
+    stock_types = _best_stock_types(tables, stock_costs)
 
     def price(forms: Forms, num_hot: Mapping[int, int]) -> PricedPlan:
-        return price_plan(works, forms, num_hot, stock_types, pricer)
+        # fewer whole tables may be less even over ranks than all of them
+        rest = [i for i in range(len(tables)) if i not in forms]
+        costs = marginal_stock_costs([works[i] for i in rest], pricer.curves, pricer.world_size)
+        beside = dict(zip(rest, _best_stock_types([tables[i] for i in rest], costs)))
+        kinds = [beside.get(i, kind) for i, kind in enumerate(stock_types)]
+        return price_plan(works, forms, num_hot, kinds, pricer)
 
     def best(forms: Forms) -> PricedPlan:
         """Prices a plan with each budget of hot rows, and returns the best."""
         found = price(forms, {})
         rows = [i for i, form in forms.items() if form == "rows" and tables[i].no_hot_rows is None]
         for chance in _HOT_CHANCES if pricer.world_size > 1 and rows else ():
-            plan = price(forms, _frequent_rows(works, rows, chance, replica_budget_bytes))
+            num_hot = _frequent_rows(works, rows, chance, replica_budget_bytes)
+            plan = price_plan(works, forms, num_hot, found.stock_types, pricer)
             # budgets ascend: a larger one must be clearly better
             if plan.step.step_ms < found.step.step_ms * (1 - _HOT_MARGIN):
                 found = plan
@@ -257,3 +260,14 @@ def _frequent_rows(
     taken_G = np.floor(np.clip(left_bytes_G / row_bytes_G, 0.0, rows_G))
     counts = np.bincount(table_G, taken_G, minlength=len(works))
     return {i: int(counts[i]) for i in tables}
+
+
+def _best_stock_types(
+    tables: Sequence[TableInfo], costs: Sequence[Mapping[str, StepCost]]
+) -> list[str | None]:
+    """Returns the stock type of each table that adds least to a step in which all tables have it;
+    ``None`` for a table without stock types."""
+    return [
+        min(table.stock_types, key=lambda kind: (added[kind].exposed_ms, kind), default=None)
+        for table, added in zip(tables, costs)
+    ]
