@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 
 from torchrec_picasso.cost.curves import CommCurves
@@ -93,18 +93,8 @@ def stock_cost(
     """
     if not totals.features:
         return StepCost()
-    if sharding_type == "data_parallel":
-        return _data_parallel(totals, curves, world_size)
     to_others = (world_size - 1) / world_size
     is_row_wise = sharding_type == "row_wise"
-    ids = (totals.lookups * _ID_BYTES + totals.lengths * _LENGTH_BYTES) * to_others
-    # row-wise: a partial sum of every bag is sent to each other rank
-    rows = totals.bag_elements * _WIRE_BYTES * (world_size - 1 if is_row_wise else to_others)
-    forward, backward = ("reduce_scatter", "all_gather") if is_row_wise else ("all_to_all",) * 2
-    # an all-to-all of splits, then one of lengths and one of values
-    ids_ms = curves.ms("all_to_all", 0, world_size) + 2 * curves.ms(
-        "all_to_all", ids * uneven / 2, world_size
-    )
     gathered, output = totals.lookup_elements * uneven, totals.bag_elements * uneven
     if is_row_wise:
         # partial sums of all ranks' bags are written, whether or not the rank has rows of the bag
@@ -118,6 +108,16 @@ def stock_cost(
         row_elements=totals.row_elements * uneven,
         buffer_elements=2 * output,
         updated=totals.rows * uneven,
+    )
+    if sharding_type == "data_parallel":
+        return _data_parallel(totals, replace(work, updated=0.0), curves, world_size)
+    ids = (totals.lookups * _ID_BYTES + totals.lengths * _LENGTH_BYTES) * to_others
+    # row-wise: a partial sum of every bag is sent to each other rank
+    rows = totals.bag_elements * _WIRE_BYTES * (world_size - 1 if is_row_wise else to_others)
+    forward, backward = ("reduce_scatter", "all_gather") if is_row_wise else ("all_to_all",) * 2
+    # an all-to-all of splits, then one of lengths and one of values
+    ids_ms = curves.ms("all_to_all", 0, world_size) + 2 * curves.ms(
+        "all_to_all", ids * uneven / 2, world_size
     )
     costs = curves.local.stock
     return StepCost(
@@ -148,15 +148,9 @@ def marginal_stock_costs(
     return added
 
 
-def _data_parallel(totals: StockTotals, curves: CommCurves, world_size: int) -> StepCost:
-    work = LocalWork(
-        features=totals.features,
-        lookups=totals.lookups,
-        rows=totals.rows,
-        lookup_elements=totals.lookup_elements,
-        row_elements=totals.row_elements,
-        buffer_elements=2 * totals.bag_elements,
-    )
+def _data_parallel(
+    totals: StockTotals, work: LocalWork, curves: CommCurves, world_size: int
+) -> StepCost:
     # the dense update writes every element of the tables, whether looked up or not
     dense_update = LocalWork(
         lookup_elements=totals.table_elements * _DENSE_UPDATE_PASSES,
