@@ -69,7 +69,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
     @property
     def decision(self) -> Decision | None:
         """The decision of the last call of ``enumerate``; ``None`` if two tables have equal names,
-        or if the caller gave ``hot_rows`` and nothing is left to decide."""
+        or no sharder supports hot/cold tables."""
         return self._decision
 
     def enumerate(
@@ -94,7 +94,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
             forms: Mapping[str, Form] = decision.form_of
             num_micro_batches = decision.num_micro_batches if self._has_prices else None
         else:
-            # nothing to decide: the caller's hot rows, TorchRec's home blocks
+            # no decision by table name: the caller's hot rows, TorchRec's home blocks
             assert self._hot_rows is not None
             without = {name for (_, name), found in self._refusals.items() if found.hot_rows}
             hot_sets = select_hot_rows(rows, self._hot_rows, self._frequency_stats, without=without)
@@ -195,7 +195,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
     def _decide(
         self, options_by_path: Mapping[TablePath, list[ShardingOption]], dense_bytes: int
     ) -> Decision | None:
-        """Makes the decision; ``None`` if there is nothing to decide, or table names are equal."""
+        """Makes the decision; ``None`` if no table can be hot/cold, or table names are equal."""
         if not self._refusals:
             return None
         if len({table for _, table in options_by_path}) < len(options_by_path):
@@ -204,10 +204,6 @@ class HotColdEnumerator(EmbeddingEnumerator):
                     f"num_waves is {self._num_waves}, but waves are assigned by table name and "
                     "some tables have equal names; give each table its own name"
                 )
-            return None
-        # without prices and statistics, given hot rows leave neither a choice nor home blocks
-        has_no_input = not self._has_prices and self._frequency_stats is None
-        if self._hot_rows is not None and has_no_input and self._num_waves == 1:
             return None
         dense = dataclasses.replace(self._curves.dense or DenseTimes(), parameter_bytes=dense_bytes)
         if self._dense_ms is not None:
