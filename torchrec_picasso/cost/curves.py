@@ -179,11 +179,13 @@ class CommCurves:
         Raises:
             PicassoError: If the budget is not above 0.
         """
-        from torchrec_picasso.cost.measure import measure_curves  # it imports this file
+        import torch
 
-        return measure_curves(
-            pg, device, max_bytes, seconds_per_point, ranks_per_host, budget_s, advance
-        )
+        from torchrec_picasso.cost.measure import Measurement  # it imports this file
+
+        device = device or torch.device("cpu")
+        measurement = Measurement(pg, device, seconds_per_point, budget_s, advance)
+        return measurement.curves(max_bytes, ranks_per_host)
 
     @staticmethod
     def assumed(
@@ -311,7 +313,8 @@ def read(kind: Any, value: Any, place: str) -> Any:
         _expect(isinstance(value, (list, tuple)), "a list", value, place)
         items = arms[:1] * len(value) if arms[-1] is ... else arms
         _expect(len(value) == len(items), f"a list of {len(items)} items", value, place)
-        return tuple(read(*of, f"{place}[{i}]") for i, of in enumerate(zip(items, value)))
+        pairs = enumerate(zip(items, value))
+        return tuple(read(item, x, f"{place}[{i}]") for i, (item, x) in pairs)
     if origin is Mapping or is_dataclass(kind):
         _expect(isinstance(value, Mapping), "a mapping", value, place)
         if origin is Mapping:

@@ -225,12 +225,9 @@ def _plans(
     """Lists the plans to price; some may be equal."""
     able = {i: table.forms for i, table in enumerate(tables) if table.may_be_hot_cold}
 
-    def sent_bytes(work: TableWork, form: Form) -> float:
-        totals = HotColdTotals.from_table(work, 0, form)
-        return sum(exchange_bytes(totals, work.world_size, num_packs=1).values())
-
     def fewer_bytes(work: TableWork, forms: Sequence[Form]) -> Form:
-        first, last = (sent_bytes(work, forms[end]) for end in (0, -1))
+        totals = (HotColdTotals.from_table(work, 0, form) for form in (forms[0], forms[-1]))
+        first, last = (sum(exchange_bytes(t, work.world_size, 1).values()) for t in totals)
         return forms[0 if first <= last * (1 - _ROWS_MARGIN) else -1]
 
     return {
