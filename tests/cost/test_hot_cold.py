@@ -91,7 +91,7 @@ def test_marginal_costs_are_what_leaving_a_table_out_saves() -> None:
     curves = CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2)
     for kind in STOCK_TYPES:
         uneven = max_over_mean(kind, [work.load for work in works], 2)
-        added = marginal_stock_costs(kind, works, curves, 2)
+        added = [costs[kind] for costs in marginal_stock_costs(works, curves, 2)]
         steps = [
             stock_cost(kind, stock_totals(kind, some), curves, 2, uneven=uneven).total_ms
             for some in (works, works[1:])

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -180,11 +179,13 @@ class CommCurves:
         Raises:
             PicassoError: If the budget is not above 0.
         """
-        from torchrec_picasso.cost.measure import measure_curves  # it imports this file
+        import torch
 
-        return measure_curves(
-            pg, device, max_bytes, seconds_per_point, ranks_per_host, budget_s, advance
-        )
+        from torchrec_picasso.cost.measure import Measurement  # it imports this file
+
+        device = device or torch.device("cpu")
+        measurement = Measurement(pg, device, seconds_per_point, budget_s, advance)
+        return measurement.curves(max_bytes, ranks_per_host)
 
     @staticmethod
     def assumed(
@@ -297,93 +298,55 @@ class CommCurves:
 def read(kind: Any, value: Any, place: str) -> Any:
     """Reads a value of a type from the output of ``dataclasses.asdict``.
 
-    The file may be damaged or edited, so every value is checked; numbers are finite and at least 0.
+    The file may be damaged or edited, so every value is checked; numbers are at least 0.
 
     Raises:
         PicassoError: If the value is of another type, or a field is unknown or missing; names the
             place of the value in the file.
     """
-    arms = get_args(kind)
-    nested: Any = next((arm for arm in (kind, *arms) if is_dataclass(arm)), None)
-    if nested is None or (value is None and types.NoneType in arms):
-        return _plain(kind, value, place)
-    if not isinstance(value, Mapping):
-        raise PicassoError(f"{place}: expected a mapping, got {_shown(value)}")
-    if get_origin(kind) is Mapping:
-        return {name: read(nested, item, f"{place}.{name}") for name, item in value.items()}
-    hints = get_type_hints(nested)
+    origin, arms = get_origin(kind), get_args(kind)
+    if origin is types.UnionType:
+        if value is None and types.NoneType in arms:
+            return None
+        return read(type(value) if type(value) in arms else arms[0], value, place)
+    if origin is tuple:
+        _expect(isinstance(value, (list, tuple)), "a list", value, place)
+        items = arms[:1] * len(value) if arms[-1] is ... else arms
+        _expect(len(value) == len(items), f"a list of {len(items)} items", value, place)
+        pairs = enumerate(zip(items, value))
+        return tuple(read(item, x, f"{place}[{i}]") for i, (item, x) in pairs)
+    if origin is Mapping or is_dataclass(kind):
+        _expect(isinstance(value, Mapping), "a mapping", value, place)
+        if origin is Mapping:
+            return {name: read(arms[1], item, f"{place}.{name}") for name, item in value.items()}
+        return _read_dataclass(kind, value, place)
+    # a whole number is a number, but a bool is none
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    _expect(fits, _SPELLED[kind], value, place)
+    if isinstance(value, (int, float)):
+        _expect(0 <= value <= _LARGEST, f"a number from 0 to {_LARGEST:g}", value, place)
+    return value
+
+
+def _read_dataclass(kind: Any, value: Mapping[str, Any], place: str) -> Any:
+    hints = get_type_hints(kind)
     unknown = value.keys() - hints.keys() - {*_FORMER_FIELDS}
     if unknown:
         raise PicassoError(f"{place}.{_shown(min(unknown))[1:-1]} is unknown")
     known = {name: item for name, item in value.items() if name in hints}
     fields = {name: read(hints[name], item, f"{place}.{name}") for name, item in known.items()}
     try:
-        return nested(**fields)
+        return kind(**fields)
     except TypeError as error:
         raise PicassoError(f"{place} lacks a field ({error})") from error
 
 
-_Check = Callable[[Any], bool]
+_SPELLED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def _is(*kinds: type) -> _Check:
-    return lambda value: type(value) in kinds  # a bool is no number
-
-
-def _is_list(*is_item: _Check) -> _Check:
-    """Checks a list of any length of one kind of item, or with one check per item."""
-    one = len(is_item) == 1
-    return lambda value: (
-        isinstance(value, (list, tuple))
-        and (one or len(value) == len(is_item))
-        and all(check(item) for check, item in zip(is_item * len(value) if one else is_item, value))
-    )
-
-
-_PLAIN: Mapping[Any, tuple[str, _Check]] = {
-    int: ("a whole number", _is(int)),
-    float: ("a number", _is(int, float)),
-    bool: ("true or false", _is(bool)),
-    str: ("text", _is(str)),
-    float | None: ("a number or null", _is(int, float, types.NoneType)),
-    DenseTimes | None: ("a mapping or null", _is(types.NoneType)),
-    tuple[int, ...]: ("a list, each item a whole number", _is_list(_is(int))),
-    tuple[float, ...]: ("a list, each item a number", _is_list(_is(int, float))),
-    tuple[tuple[int, float, float], ...]: (
-        "a list, each item a list of a whole number and two numbers",
-        _is_list(_is_list(_is(int), _is(int, float), _is(int, float))),
-    ),
-    Mapping[str, str | int]: (
-        "a mapping from text to text or whole numbers",
-        lambda value: isinstance(value, Mapping) and all(map(_is(str, int), value.values())),
-    ),
-}
-"""Spelling and check of each type of a field that is no dataclass."""
-
-
-def _plain(kind: Any, value: Any, place: str) -> Any:
-    """Checks a value without dataclasses, and converts lists to tuples."""
-    spelled, fits = _PLAIN[kind]
-    if not fits(value):
-        raise PicassoError(f"{place}: expected {spelled}, got {_shown(value)}")
-    if isinstance(value, Mapping):
-        return {name: _in_range(item, place) for name, item in value.items()}
-    return _in_range(value, place)
-
-
-def _in_range(value: Any, place: str) -> Any:
-    """Checks all numbers in a value."""
-    if isinstance(value, (list, tuple)):
-        return tuple(_in_range(item, place) for item in value)
-    if isinstance(value, (int, float)):
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise PicassoError(f"{place}: expected a number of 64 bits at most")
-        if not math.isfinite(value):
-            raise PicassoError(f"{place}: expected a finite number, got {value}")
-        if not 0 <= value <= _LARGEST:
-            bound = "at least 0" if value < 0 else f"at most {_LARGEST}"
-            raise PicassoError(f"{place}: expected {bound}, got {value}")
-    return value
+def _expect(fits: bool, expected: str, value: Any, place: str) -> None:
+    if not fits:
+        raise PicassoError(f"{place}: expected {expected}, got {_shown(value)}")
 
 
 def _shown(value: Any) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -23,11 +23,6 @@ __all__ = ["PHASES", "DenseTimes", "LocalCosts", "LocalWork", "PhaseCost", "Side
 
 PHASES = ("input_dist", "forward", "backward")
 """Phases of a step, in order; ``backward`` includes the update of the tables."""
-
-_TERMS = (
-    *("fixed_ms", "feature_us", "lookup_ns", "row_ns"),
-    *("lookup_element_ns", "row_element_ns", "paged_element_ns", "update_ns"),
-)
 
 # glibc keeps up to this much freed memory for the next step. Memory beyond it is mapped again in
 # every step, with a page fault per 4 KiB (mallopt(3), DEFAULT_MMAP_THRESHOLD_MAX on 64 bits).
@@ -51,7 +46,7 @@ class LocalWork:
     updated: float = 0.0  # home rows and replicas that the optimizer updates on this rank
 
     def terms(self) -> tuple[float, ...]:
-        """Returns the factors of the coefficients in ``_TERMS``, so that products are in ms."""
+        """Returns the factors of the coefficients of :class:`PhaseCost`; products are in ms."""
         return (
             1.0,
             self.features * 1e-3,
@@ -106,6 +101,9 @@ class PhaseCost:
         design_MX = np.array([work.terms() for work in works]) / times_M[:, None]
         found_X = non_negative_least_squares(design_MX, np.ones(len(works)))
         return PhaseCost(**dict(zip(_TERMS, map(float, found_X))))
+
+
+_TERMS = tuple(term.name for term in fields(PhaseCost))
 
 
 @dataclass(frozen=True, kw_only=True)

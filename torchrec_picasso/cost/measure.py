@@ -22,38 +22,13 @@ from torchrec_picasso.cost.curves import COLLECTIVES, CommCurves, Curve
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange.all_to_all import start_all_to_all
 
-__all__ = ["measure_curves", "num_points"]
+__all__ = ["Measurement", "num_points"]
 
 _BYTES_PER_FLOAT = 4
 _MIN_BYTES, _GROWTH = 4 << 10, 4
 _MIN_SIZES = 2  # a slope needs two points
 _WARMUPS, _MIN_REPEATS, _MAX_REPEATS = 2, 5, 40
 _LATE_MS = 1.0  # delay of the late rank
-
-
-def measure_curves(
-    pg: dist.ProcessGroup,
-    device: torch.device | None,
-    max_bytes: int,
-    seconds_per_point: float,
-    ranks_per_host: int | None,
-    budget_s: float,
-    advance: Callable[[str], None],
-) -> CommCurves:
-    """Measures the curves; arguments as for ``CommCurves.measure``. Collective."""
-    if not budget_s > 0:
-        raise PicassoError(f"budget_s is {budget_s}, expected more than 0 seconds")
-    device = device or torch.device("cpu")
-    measurement = _Measurement(pg, device, seconds_per_point, budget_s, advance)
-    curves = measurement.curves(_sizes(max_bytes))
-    return CommCurves(
-        world_size=pg.size(),
-        ranks_per_host=ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        backend=dist.get_backend(pg),
-        device=device.type,
-        collectives=curves,
-        wire_core_ns=measurement.core_ns_per_byte(curves["row_exchange"]),
-    )
 
 
 def num_points(world_size: int, max_bytes: int) -> int:
@@ -69,8 +44,9 @@ def _sizes(max_bytes: int) -> list[int]:
 
 
 @dataclass
-class _Measurement:
-    """One measurement within a budget. Methods are collective; all ranks get equal results."""
+class Measurement:
+    """One measurement within a budget, of ``CommCurves.measure``. Methods are collective; all ranks
+    get equal results."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -79,6 +55,8 @@ class _Measurement:
     advance: Callable[[str], None]
 
     def __post_init__(self) -> None:
+        if not self.budget_s > 0:
+            raise PicassoError(f"budget_s is {self.budget_s}, expected more than 0 seconds")
         dist.barrier(group=self.group)
         self.start_s = _now_s()
 
@@ -92,7 +70,19 @@ class _Measurement:
         """Returns the seconds that are left of the budget."""
         return self.budget_s - self._slowest([_now_s() - self.start_s])[0]
 
-    def curves(self, sizes: list[int]) -> dict[str, Curve]:
+    def curves(self, max_bytes: int, ranks_per_host: int | None) -> CommCurves:
+        """Measures everything."""
+        collectives = self._collectives(_sizes(max_bytes))
+        return CommCurves(
+            world_size=self.group.size(),
+            ranks_per_host=ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            backend=dist.get_backend(self.group),
+            device=self.device.type,
+            collectives=collectives,
+            wire_core_ns=self._core_ns_per_byte(collectives["row_exchange"]),
+        )
+
+    def _collectives(self, sizes: list[int]) -> dict[str, Curve]:
         """Measures every collective."""
         if self.group.size() == 1:
             return {name: Curve.line(0.0, float("inf")) for name in COLLECTIVES}
@@ -111,7 +101,7 @@ class _Measurement:
                 self.advance(f"{name}, {size >> 10} KiB")
         return {name: Curve.fit(*zip(*found)) for name, found in points.items()}
 
-    def core_ns_per_byte(self, row_exchange: Curve) -> float | None:
+    def _core_ns_per_byte(self, row_exchange: Curve) -> float | None:
         """Measures the CPU time per byte of a row exchange, nanoseconds, on the busiest rank, with
         the largest size that fits into the budget; ``None`` for one rank, for other devices than
         the CPU, and if no time is left."""

@@ -12,6 +12,7 @@ Shape letters: K micro-batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -81,11 +82,14 @@ class StepPricer:
         if not totals.features:
             return self.sparse_dist(stock)
         shares = _shares_of_waves(totals, num_bag_waves)
+        shares_rows = bool(totals.unique)  # bags are of one sample
         prices = []
         for count in micro_batch_counts or self._micro_batch_counts:
-            step = _Interleaved(self, totals, stock, count, num_packs, uneven_bags)
             setting = Setting(count, lookahead=True)
-            prices.append(step_price(setting, step.times(), shares, shares_rows=step.shares_rows))
+            times = self._times(totals, count, num_packs, uneven_bags)
+            last = backward_order(setting, shares_rows)[-1]
+            self._add_stock(times, stock, last)
+            prices.append(step_price(setting, times, shares, shares_rows=shares_rows))
         return min(prices, key=lambda price: (price.step_ms, price.num_micro_batches))
 
     def sparse_dist(self, cost: StepCost) -> StepPrice:
@@ -111,103 +115,70 @@ class StepPricer:
         core_ms = self.curves.core_ns_per_byte * num_bytes * 1e-6
         return Message(ms, min(1.0, core_ms / ms) if ms > 0 else 0.0)
 
-
-class _Interleaved:
-    """The cost of one step, assigned to the operations of its schedule."""
-
-    def __init__(
-        self,
-        pricer: StepPricer,
-        totals: HotColdTotals,
-        stock: StepCost,
-        num_parts: int,
-        num_packs: int,
-        uneven_bags: float,
-    ) -> None:
-        self._message, self._reduce = pricer.message, pricer.reduce
-        self._dense = pricer.dense.cut(num_parts)
-        self._totals, self._stock, self._num_parts = totals, stock, num_parts
-        self.shares_rows = bool(totals.unique)  # bags are of one sample
-        setting = Setting(num_parts, lookahead=True)
-        self._last_backward = backward_order(setting, self.shares_rows)[-1]
-        self._local = exchange_times(
-            totals, pricer.curves.local, num_packs=num_packs, num_parts=num_parts
-        )
-        self._bytes = exchange_bytes(totals, pricer.world_size, num_packs)
+    def _times(
+        self, totals: HotColdTotals, num_parts: int, num_packs: int, uneven_bags: float
+    ) -> dict[tuple[str, int | None], OpTime]:
+        """Assigns the cost of a step without stock tables to operations, by kind and index."""
+        dense, sent = self.dense.cut(num_parts), exchange_bytes(totals, self.world_size, num_packs)
+        local = exchange_times(totals, self.curves.local, num_packs=num_packs, num_parts=num_parts)
         elements = max(1e-9, totals.cold_elements + totals.bag_elements)
         # bytes of the busiest rank over the mean: rows are even, only bags are not
-        self._uneven = 1 + (uneven_bags - 1) * totals.bag_elements / elements
+        uneven = 1 + (uneven_bags - 1) * totals.bag_elements / elements
         # shares of all received elements by chunk; bags are spread like samples, and always dirty
-        self._shares_K = _shares(num_parts)
-        bags_K = np.array(self._shares_K) * totals.bag_elements
-        used_K = _first_used(num_parts)
-        self._sent_K = (totals.cold_elements * used_K + bags_K) / elements
-        self._dirty_K = (totals.dirty_elements * used_K + bags_K) / elements
+        shares_K, used_K = np.array(_shares(num_parts)), _first_used(num_parts)
+        bags_K = shares_K * totals.bag_elements
+        sent_K = ((totals.cold_elements * used_K + bags_K) / elements).tolist()
+        dirty_K = ((totals.dirty_elements * used_K + bags_K) / elements).tolist()
+        # half of the overhead in forward, half in backward; K - 1 additional micro-batches share it
+        more_ms = (_PART_MS + _PART_FEATURE_MS * totals.features) / 2 * (1 - 1 / num_parts)
 
-    def times(self) -> dict[tuple[str, int | None], OpTime]:
-        """Returns the times of each operation, by kind and index."""
-        local, ids = self._local, self._bytes["ids"]
-        stock_ids_ms = self._stock.input_dist_ms - self._stock.input_dist_wire_ms
-        request_ms = (1 - _LAYOUT_SHARE) * local.ids_ms + stock_ids_ms
+        def exchange(num_bytes: float, compute_ms: float = 0.0) -> OpTime:
+            return OpTime(compute_ms, self.message("row_exchange", num_bytes))
+
+        def rows(share: float, pool_ms: float = 0.0) -> OpTime:
+            num_bytes = share * sent["rows"] * uneven
+            return exchange(num_bytes, share * local.gather_ms + pool_ms)
+
         times: dict[tuple[str, int | None], OpTime] = {
-            ("request", None): OpTime(request_ms, self._header()),
-            ("send_ids", None): OpTime(0.0, self._message("row_exchange", ids * self._uneven)),
-            ("send_dirty_mask", None): OpTime(
-                0.0, self._message("row_exchange", self._totals.cold * _MARK_BYTES)
-            ),
+            ("request", None): exchange(sent["header"], (1 - _LAYOUT_SHARE) * local.ids_ms),
+            ("send_ids", None): exchange(sent["ids"] * uneven),
+            ("send_dirty_mask", None): exchange(totals.cold * _MARK_BYTES),
             ("lay_out", None): OpTime(_LAYOUT_SHARE * local.ids_ms),
-            ("fetch_clean", None): self._rows(max(0.0, 1 - float(self._dirty_K.sum()))),
-            ("reduce_hot", None): OpTime(0.0, self._message("all_reduce", self._bytes["hot"])),
+            ("fetch_clean", None): rows(max(0.0, 1 - sum(dirty_K))),
+            ("reduce_hot", None): OpTime(0.0, self.message("all_reduce", sent["hot"])),
             ("update", None): OpTime(local.update_ms),
         }
-        for index, share in enumerate(self._shares_K):
-            times["fetch_dirty", index] = self._rows(
-                float(self._dirty_K[index]), share * local.bag_pool_ms
-            )
-            times["forward", index] = self._forward(index, share)
-            times["backward", index] = self._backward(index, share)
-            gradients = float(self._sent_K[index]) * self._bytes["gradients"] * self._uneven
-            times["send_gradients", index] = OpTime(0.0, self._message("row_exchange", gradients))
+        for index, share in enumerate(shares_K.tolist()):
+            forward_ms = share * (local.pool_ms + dense.forward_ms) + more_ms
+            backward_ms = share * (local.sum_ms + dense.backward_ms) + more_ms
+            times |= {
+                ("fetch_dirty", index): rows(dirty_K[index], share * local.bag_pool_ms),
+                ("forward", index): OpTime(forward_ms + local.call_ms / num_parts),
+                ("backward", index): OpTime(backward_ms + local.backward_call_ms / num_parts),
+                ("send_gradients", index): exchange(sent_K[index] * sent["gradients"] * uneven),
+            }
         return times
 
-    def _header(self) -> Message | None:
-        """Returns the message of the header, with the input dist of stock tables behind it."""
-        header = self._message("row_exchange", self._bytes["header"])
-        if header is None:
-            return None
-        return Message(header.ms + self._stock.input_dist_wire_ms, header.core_share)
-
-    def _rows(self, share: float, pool_ms: float = 0.0) -> OpTime:
-        """Returns the times of a fetch of a share of the batch's received elements; home ranks pool
-        the fetched bags in ``pool_ms``."""
-        message = self._message("row_exchange", share * self._bytes["rows"] * self._uneven)
-        return OpTime(share * self._local.gather_ms + pool_ms, message)
-
-    def _part_ms(self, call_ms: float) -> float:
-        """Returns the fixed cost of a micro-batch in forward or backward."""
-        if self._num_parts == 1:
-            return call_ms
-        # half of the overhead in forward, half in backward; K - 1 additional micro-batches share it
-        more_ms = (_PART_MS + _PART_FEATURE_MS * self._totals.features) / 2
-        return call_ms / self._num_parts + more_ms * (1 - 1 / self._num_parts)
-
-    def _forward(self, index: int, share: float) -> OpTime:
-        dense_ms = share * self._dense.forward_ms
-        own_ms = share * self._local.pool_ms + self._part_ms(self._local.call_ms) + dense_ms
-        # stock tables are looked up once, before the first micro-batch
-        if index or not self._stock.forward_comms_ms:
-            return OpTime(own_ms)
-        exposed = Message(self._stock.forward_comms_ms), self._stock.forward_compute_ms
-        return OpTime(own_ms, exposed=(exposed,))
-
-    def _backward(self, index: int, share: float) -> OpTime:
-        dense_ms = share * self._dense.backward_ms
-        own_ms = share * self._local.sum_ms + self._part_ms(self._local.backward_call_ms) + dense_ms
-        if index != self._last_backward:
-            return OpTime(own_ms)
-        stock = Message(self._stock.backward_comms_ms), self._stock.backward_compute_ms
-        exposed = (stock,) if self._stock.backward_comms_ms else ()
-        return OpTime(own_ms, exposed=exposed, last=self._reduce)  # DDP waits for dense sums
+    def _add_stock(
+        self, times: dict[tuple[str, int | None], OpTime], stock: StepCost, last_backward: int
+    ) -> None:
+        """Adds the stock tables and the sums of dense gradients, in place. Stock tables are looked
+        up once, before the first micro-batch; DDP waits for dense sums."""
+        request = times["request", None]
+        header, ids_ms = request.message, stock.input_dist_ms - stock.input_dist_wire_ms
+        if header is not None:
+            header = Message(header.ms + stock.input_dist_wire_ms, header.core_share)
+        times["request", None] = OpTime(request.compute_ms + ids_ms, header)
+        forward = Message(stock.forward_comms_ms), stock.forward_compute_ms
+        backward = Message(stock.backward_comms_ms), stock.backward_compute_ms
+        times["forward", 0] = replace(
+            times["forward", 0], exposed=(forward,) if stock.forward_comms_ms else ()
+        )
+        times["backward", last_backward] = replace(
+            times["backward", last_backward],
+            exposed=(backward,) if stock.backward_comms_ms else (),
+            last=self.reduce,
+        )
 
 
 def _shares_of_waves(totals: HotColdTotals, num_bag_waves: int) -> tuple[float, ...]:

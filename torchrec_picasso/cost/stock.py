@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 
 from torchrec_picasso.cost.curves import CommCurves
@@ -93,18 +93,8 @@ def stock_cost(
     """
     if not totals.features:
         return StepCost()
-    if sharding_type == "data_parallel":
-        return _data_parallel(totals, curves, world_size)
     to_others = (world_size - 1) / world_size
     is_row_wise = sharding_type == "row_wise"
-    ids = (totals.lookups * _ID_BYTES + totals.lengths * _LENGTH_BYTES) * to_others
-    # row-wise: a partial sum of every bag is sent to each other rank
-    rows = totals.bag_elements * _WIRE_BYTES * (world_size - 1 if is_row_wise else to_others)
-    forward, backward = ("reduce_scatter", "all_gather") if is_row_wise else ("all_to_all",) * 2
-    # an all-to-all of splits, then one of lengths and one of values
-    ids_ms = curves.ms("all_to_all", 0, world_size) + 2 * curves.ms(
-        "all_to_all", ids * uneven / 2, world_size
-    )
     gathered, output = totals.lookup_elements * uneven, totals.bag_elements * uneven
     if is_row_wise:
         # partial sums of all ranks' bags are written, whether or not the rank has rows of the bag
@@ -119,6 +109,16 @@ def stock_cost(
         buffer_elements=2 * output,
         updated=totals.rows * uneven,
     )
+    if sharding_type == "data_parallel":
+        return _data_parallel(totals, replace(work, updated=0.0), curves, world_size)
+    ids = (totals.lookups * _ID_BYTES + totals.lengths * _LENGTH_BYTES) * to_others
+    # row-wise: a partial sum of every bag is sent to each other rank
+    rows = totals.bag_elements * _WIRE_BYTES * (world_size - 1 if is_row_wise else to_others)
+    forward, backward = ("reduce_scatter", "all_gather") if is_row_wise else ("all_to_all",) * 2
+    # an all-to-all of splits, then one of lengths and one of values
+    ids_ms = curves.ms("all_to_all", 0, world_size) + 2 * curves.ms(
+        "all_to_all", ids * uneven / 2, world_size
+    )
     costs = curves.local.stock
     return StepCost(
         input_dist_ms=costs.input_dist.ms(work) + ids_ms,
@@ -132,27 +132,25 @@ def stock_cost(
 
 
 def marginal_stock_costs(
-    sharding_type: str, works: Sequence[TableWork], curves: CommCurves, world_size: int
-) -> list[StepCost]:
-    """Predicts what each table adds to a step in which all tables have one stock sharding type: the
-    cost of all tables minus the cost without the table."""
-    uneven = max_over_mean(sharding_type, [work.load for work in works], world_size)
-    cost = partial(stock_cost, sharding_type, curves=curves, world_size=world_size, uneven=uneven)
-    totals = stock_totals(sharding_type, works)
-    own = [StockTotals.from_table(sharding_type, work) for work in works]
-    all_tables = cost(totals)
-    return [all_tables.plus(cost(totals.plus(table, -1.0)), -1.0) for table in own]
+    works: Sequence[TableWork], curves: CommCurves, world_size: int
+) -> tuple[dict[str, StepCost], ...]:
+    """Predicts what each table adds to a step in which all tables have one of ``STOCK_TYPES``, by
+    that type: the cost of all tables minus the cost without the table."""
+    added: tuple[dict[str, StepCost], ...] = tuple({} for _ in works)
+    for kind in STOCK_TYPES:
+        uneven = max_over_mean(kind, [work.load for work in works], world_size)
+        cost = partial(stock_cost, kind, curves=curves, world_size=world_size, uneven=uneven)
+        totals = stock_totals(kind, works)
+        all_tables = cost(totals)
+        for costs, work in zip(added, works):
+            others = totals.plus(StockTotals.from_table(kind, work), -1.0)
+            costs[kind] = all_tables.plus(cost(others), -1.0)
+    return added
 
 
-def _data_parallel(totals: StockTotals, curves: CommCurves, world_size: int) -> StepCost:
-    work = LocalWork(
-        features=totals.features,
-        lookups=totals.lookups,
-        rows=totals.rows,
-        lookup_elements=totals.lookup_elements,
-        row_elements=totals.row_elements,
-        buffer_elements=2 * totals.bag_elements,
-    )
+def _data_parallel(
+    totals: StockTotals, work: LocalWork, curves: CommCurves, world_size: int
+) -> StepCost:
     # the dense update writes every element of the tables, whether looked up or not
     dense_update = LocalWork(
         lookup_elements=totals.table_elements * _DENSE_UPDATE_PASSES,

@@ -84,25 +84,26 @@ class TableWork:
         touched_K = chances(all_lookups)
         self.used_K = chances(load.lookups)
         by_rows_QK = [share_K / self.rows_K, touched_K, self.used_K, self.used_K * touched_K]
-        # sums over the most frequent rows: a row of zeros, then one row of sums per distinct count
+        # sums over the most frequent rows: 0, then one sum per distinct count
         self._end_K = np.concatenate([[0.0], self.rows_K.cumsum()])
-        self._sums_KQ = np.zeros((self._end_K.size, len(by_rows_QK)))
-        np.cumsum(self.rows_K[:, None] * np.stack(by_rows_QK, 1), axis=0, out=self._sums_KQ[1:])
+        self._sums_QK = np.zeros((len(by_rows_QK), self._end_K.size))
+        np.cumsum(self.rows_K * np.stack(by_rows_QK), axis=1, out=self._sums_QK[:, 1:])
 
     @property
     def unique(self) -> float:
         """Expected distinct rows of one rank's batch."""
-        return float(self._sums_KQ[-1, 2]) + self._unseen_used
+        return float(self._sums_QK[2, -1]) + self._unseen_used
 
     @property
     def unique_anywhere(self) -> float:
         """Expected distinct rows of all ranks' batches together."""
-        return float(self._sums_KQ[-1, 1]) + self._unseen_touched
+        return float(self._sums_QK[1, -1]) + self._unseen_touched
 
     def split(self, num_hot: float) -> HotSplit:
         """Computes the expected rows of a step in which the most frequent rows are hot."""
-        hot_Q = self._sums_of_first(num_hot)
-        cold_Q = np.maximum(self._sums_KQ[-1] - hot_Q, 0.0)
+        # rows of equal count are interpolated
+        hot_Q = np.array([np.interp(num_hot, self._end_K, sums_K) for sums_K in self._sums_QK])
+        cold_Q = np.maximum(self._sums_QK[:, -1] - hot_Q, 0.0)
         return HotSplit(
             coverage=float(hot_Q[0]),
             hot_touched=float(hot_Q[1]),
@@ -110,13 +111,3 @@ class TableWork:
             cold_used=float(cold_Q[2]) + self._unseen_used,
             dirty=float(cold_Q[3]),
         )
-
-    def _sums_of_first(self, num_hot: float) -> np.ndarray:
-        """Sums the quantities over the most frequent rows; rows of equal count are interpolated."""
-        right = int(np.searchsorted(self._end_K, max(0.0, num_hot), side="left"))
-        if right == 0 or right >= self._end_K.size:
-            return self._sums_KQ[-1 if right else 0]
-        start, end = self._end_K[right - 1], self._end_K[right]
-        low, high = self._sums_KQ[right - 1], self._sums_KQ[right]
-        sums: np.ndarray = low + (high - low) * ((num_hot - start) / (end - start))
-        return sums

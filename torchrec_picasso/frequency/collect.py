@@ -9,7 +9,7 @@ Shape letters: N lookups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from os import PathLike
@@ -96,9 +96,8 @@ def count_lookups(
     batches_read = samples_read = 0
     for batch in islice(batches, num_batches):
         features = _sparse_features(batch)
-        values_by_feature = _values_by_feature(features)
         for table, counter in zip(tables, counters):
-            ids = [_checked_ids(values_by_feature, name, table) for name in table.feature_names]
+            ids = [_checked_ids(features, name, table) for name in table.feature_names]
             for ids_N in ids:
                 counter.add(ids_N)
             if batches_read < _MEASURED_BATCHES:
@@ -129,22 +128,14 @@ def _sparse_features(batch: object) -> KeyedJaggedTensor:
     return features
 
 
-def _values_by_feature(features: KeyedJaggedTensor) -> Mapping[str, Tensor]:
-    values_N = features.values().detach().cpu()
-    # offset_per_key: first value of each feature, and N
-    ends = features.offset_per_key()
-    return {key: values_N[ends[i] : ends[i + 1]] for i, key in enumerate(features.keys())}
-
-
-def _checked_ids(
-    values_by_feature: Mapping[str, Tensor], feature: str, table: ModelTable
-) -> Tensor:
-    if feature not in values_by_feature:
+def _checked_ids(features: KeyedJaggedTensor, feature: str, table: ModelTable) -> Tensor:
+    names = features.keys()
+    if feature not in names:
         raise InputError(
             f"feature {feature!r} of table {table.name!r} is not in the batch, which has features "
-            f"{list(values_by_feature)}; pass batches of this model"
+            f"{names}; pass batches of this model"
         )
-    ids_N = values_by_feature[feature]
+    ids_N = features[feature].values().detach().cpu()
     if ids_N.is_floating_point():
         raise InputError(
             f"feature {feature!r} of table {table.name!r} holds {ids_N.dtype} values, expected "

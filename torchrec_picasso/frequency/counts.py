@@ -130,9 +130,7 @@ class TableCounts:
 
     def merge(self, other: TableCounts) -> TableCounts:
         """Adds the counts of two samples of the same table; exact if both are exact."""
-        # add_counts is faster with the larger vector first
-        small, large = sorted((self, other), key=lambda counts: counts.rows_U.numel())
-        vectors = (large.rows_U, large.counts_U, small.rows_U, small.counts_U)
+        vectors = (self.rows_U, self.counts_U, other.rows_U, other.counts_U)
         rows, counts = add_counts(*(vector.numpy() for vector in vectors))
         max_undercount = self.max_undercount + other.max_undercount
         num_lookups = self.num_lookups + other.num_lookups
@@ -239,31 +237,27 @@ LookupCounter = _DenseCounter | _SortedCounter
 def count_rows(ids_N: _Vector) -> tuple[_Vector, _Vector]:
     """Returns the distinct ids, ascending, and their counts, both ``(U,)``: 10 ns per id."""
     sorted_N = np.sort(ids_N)
-    is_first_N = np.ones(sorted_N.size, dtype=bool)
-    np.not_equal(sorted_N[1:], sorted_N[:-1], out=is_first_N[1:])
-    starts_U = np.flatnonzero(is_first_N)
+    starts_U = _starts(sorted_N)
     return sorted_N[starts_U], np.diff(starts_U, append=sorted_N.size)
 
 
 def add_counts(
     rows_U: _Vector, counts_U: _Vector, other_rows_V: _Vector, other_counts_V: _Vector
 ) -> tuple[_Vector, _Vector]:
-    """Adds two sparse count vectors, each with distinct rows, ascending, and their counts.
+    """Adds two sparse count vectors, each with distinct rows, ascending, and their counts."""
+    rows_N = np.concatenate([rows_U, other_rows_V])
+    # NumPy's stable sort merges two ascending runs
+    order_N = np.argsort(rows_N, kind="stable")
+    rows_N, counts_N = rows_N[order_N], np.concatenate([counts_U, other_counts_V])[order_N]
+    starts_U = _starts(rows_N)
+    return rows_N[starts_U], np.add.reduceat(counts_N, starts_U)
 
-    O(U + V log U) time: pass the larger vector first.
-    """
-    # place_V: index of each other row in rows_U, or the index to insert it at
-    place_V = np.searchsorted(rows_U, other_rows_V)
-    is_known_V = np.zeros(other_rows_V.size, dtype=bool)
-    if rows_U.size:
-        is_known_V = rows_U[np.minimum(place_V, rows_U.size - 1)] == other_rows_V
-    counts_U = counts_U.copy()
-    counts_U[place_V[is_known_V]] += other_counts_V[is_known_V]
-    is_new_V = ~is_known_V
-    return (
-        np.insert(rows_U, place_V[is_new_V], other_rows_V[is_new_V]),
-        np.insert(counts_U, place_V[is_new_V], other_counts_V[is_new_V]),
-    )
+
+def _starts(sorted_N: _Vector) -> _Vector:
+    """Returns the index of the first of each run of equal ids, shape ``(U,)``."""
+    is_first_N = np.ones(sorted_N.size, dtype=bool)
+    np.not_equal(sorted_N[1:], sorted_N[:-1], out=is_first_N[1:])
+    return np.flatnonzero(is_first_N)
 
 
 def keep_heaviest(

@@ -8,7 +8,7 @@ Shape letters: U counted rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from numbers import Integral
 
 import torch
@@ -24,13 +24,15 @@ def select_hot_rows(
     tables: Mapping[str, int],
     hot_rows: int | Mapping[str, int],
     stats: FrequencyStats | None = None,
+    *,
+    without: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Selects the rows that get a replica on every rank: ids by table, ascending, int64.
 
     ``tables`` has the number of rows by table name, in model order. ``hot_rows`` is a total over
-    all tables, which requires statistics, or a number by table name; tables that the mapping lacks
-    are left out. If the number exceeds that of seen rows, unseen rows follow, by table order and
-    ascending row.
+    all tables but those in ``without``, which requires statistics, or a number by table name;
+    tables that the mapping lacks are left out. If the number exceeds that of seen rows, unseen rows
+    follow, by table order and ascending row.
 
     Raises:
         PlanError: If a number is not an integer between 0 and the number of rows, a table is
@@ -38,11 +40,9 @@ def select_hot_rows(
     """
     if isinstance(hot_rows, Mapping):
         return _per_table(tables, hot_rows, stats)
-    num_rows = sum(tables.values())
-    _check_number("the tables together", num_rows, hot_rows)
-    if stats is not None:
-        stats.check_model(tables)
-    elif hot_rows:
+    able = {name: num_rows for name, num_rows in tables.items() if name not in without}
+    _check_number("the tables together", sum(able.values()), hot_rows)
+    if stats is None and hot_rows:
         raise PlanError(
             f"hot_rows={hot_rows} requires the most frequent rows of all tables, but there are no "
             "statistics; pass stats=FrequencyStats.collect(batches, model), or hot_rows as a dict "
@@ -50,7 +50,8 @@ def select_hot_rows(
         )
     counts = dict.fromkeys(tables, 0)
     if stats is not None and hot_rows:
-        counts = _most_frequent(tables, int(hot_rows), stats)
+        stats.check_model(able)
+        counts |= _most_frequent(able, int(hot_rows), stats)
     return _per_table(tables, counts, stats)
 
 

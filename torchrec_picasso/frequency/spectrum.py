@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,16 +128,10 @@ class CountSpectrum:
 
     def rows_for_coverage(self, share: float) -> int:
         """Returns the smallest number of rows that have ``share`` of the lookups."""
-        wanted = share * self.num_lookups
-        lookups_K = (self.counts_K * self.rows_K).cumsum(0)
-        index = int(torch.searchsorted(lookups_K, torch.tensor(wanted, dtype=torch.float64)))
-        if index == lookups_K.numel():
-            return round(float(self.rows_K.sum()))
-        # all rows of higher counts, and a part of the rows of this count
-        rest = wanted - (float(lookups_K[index - 1]) if index else 0.0)
-        return math.ceil(
-            float(self.rows_K[:index].sum()) + rest / float(self.counts_K[index]) - 1e-9
-        )
+        sums_2K = torch.stack([self.counts_K * self.rows_K, self.rows_K]).cumsum(1)
+        # rows of equal count have equal shares, so the number of rows is linear between counts
+        lookups, rows = np.pad(sums_2K.numpy(), ((0, 0), (1, 0)))
+        return math.ceil(np.interp(share * self.num_lookups, lookups, rows) - 1e-9)
 
     def expected_unseen(self, num_lookups: float) -> float:
         """Returns the expected number of rows outside the sample among ``num_lookups`` lookups; 0

@@ -104,6 +104,8 @@ class Choice(PricedPlan):
     works: tuple[TableWork, ...]
     stock: PricedPlan | None
     """All tables stock, under TorchRec's pipeline; ``None`` if a table has no stock type."""
+    stock_costs: tuple[Mapping[str, StepCost], ...]
+    """What each table adds to a step in which all tables have one stock type, by that type."""
     priced_ms: Mapping[str, float]
     """Predicted step of each priced plan with its best hot rows; empty if the caller chose."""
 
@@ -121,15 +123,16 @@ def choose(
     by position; the other tables are stock. ``None`` = the cost model chooses.
     """
     works = tuple(TableWork(table.load, pricer.world_size) for table in tables)
-    all_stock_types = _best_stock_types(tables, works, pricer)
+    stock_costs = marginal_stock_costs(works, pricer.curves, pricer.world_size)
+    stock_types = _best_stock_types(tables, stock_costs)
 
     def price(forms: Forms, num_hot: Mapping[int, int]) -> PricedPlan:
         # fewer whole tables may be less even over ranks than all of them
         rest = [i for i in range(len(tables)) if i not in forms]
-        found = _best_stock_types([tables[i] for i in rest], [works[i] for i in rest], pricer)
-        beside = dict(zip(rest, found))
-        stock_types = [beside.get(i, kind) for i, kind in enumerate(all_stock_types)]
-        return price_plan(works, forms, num_hot, stock_types, pricer)
+        costs = marginal_stock_costs([works[i] for i in rest], pricer.curves, pricer.world_size)
+        beside = dict(zip(rest, _best_stock_types([tables[i] for i in rest], costs)))
+        kinds = [beside.get(i, kind) for i, kind in enumerate(stock_types)]
+        return price_plan(works, forms, num_hot, kinds, pricer)
 
     def best(forms: Forms) -> PricedPlan:
         """Prices a plan with each budget of hot rows, and returns the best."""
@@ -147,7 +150,7 @@ def choose(
     if given_hot is not None:
         chosen = price({position: tables[position].forms[0] for position in given_hot}, given_hot)
     else:
-        to_price = _plans(tables, works, all_stock_types)
+        to_price = _plans(tables, works, stock_types)
         plans = {name: best(forms) for name, forms in to_price.items()}
         priced_ms = {name: plan.step.step_ms for name, plan in plans.items()}
         # from the simplest plan to the mixed one, each with its margin
@@ -158,10 +161,10 @@ def choose(
         if priced_ms["mixed"] <= priced_ms[name] * (1 - _FORMS_MARGIN):
             name = "mixed"
         chosen = plans[name]
-    stock = None
-    if None not in all_stock_types:
-        stock = price_plan(works, {}, {}, all_stock_types, pricer)
-    return Choice(**vars(chosen), works=works, stock=stock, priced_ms=priced_ms)
+    stock = None if None in stock_types else price({}, {})
+    return Choice(
+        **vars(chosen), works=works, stock=stock, stock_costs=stock_costs, priced_ms=priced_ms
+    )
 
 
 def price_plan(
@@ -222,12 +225,9 @@ def _plans(
     """Lists the plans to price; some may be equal."""
     able = {i: table.forms for i, table in enumerate(tables) if table.may_be_hot_cold}
 
-    def sent_bytes(work: TableWork, form: Form) -> float:
-        totals = HotColdTotals.from_table(work, 0, form)
-        return sum(exchange_bytes(totals, work.world_size, num_packs=1).values())
-
     def fewer_bytes(work: TableWork, forms: Sequence[Form]) -> Form:
-        first, last = (sent_bytes(work, forms[end]) for end in (0, -1))
+        totals = (HotColdTotals.from_table(work, 0, form) for form in (forms[0], forms[-1]))
+        first, last = (sum(exchange_bytes(t, work.world_size, 1).values()) for t in totals)
         return forms[0 if first <= last * (1 - _ROWS_MARGIN) else -1]
 
     return {
@@ -260,15 +260,11 @@ def _frequent_rows(
 
 
 def _best_stock_types(
-    tables: Sequence[TableInfo], works: Sequence[TableWork], pricer: StepPricer
+    tables: Sequence[TableInfo], costs: Sequence[Mapping[str, StepCost]]
 ) -> list[str | None]:
-    """Returns the stock type of each table that adds least to a step in which all tables that can
-    have this type have it; ``None`` for a table without stock types."""
-    added_ms: list[dict[str, float]] = [{} for _ in tables]
-    for kind in sorted({kind for table in tables for kind in table.stock_types}):
-        able = [i for i, table in enumerate(tables) if kind in table.stock_types]
-        able_works = [works[i] for i in able]
-        costs = marginal_stock_costs(kind, able_works, pricer.curves, pricer.world_size)
-        for i, cost in zip(able, costs):
-            added_ms[i][kind] = cost.exposed_ms
-    return [min(ms, key=lambda kind: (ms[kind], kind)) if ms else None for ms in added_ms]
+    """Returns the stock type of each table that adds least to a step in which all tables have it;
+    ``None`` for a table without stock types."""
+    return [
+        min(table.stock_types, key=lambda kind: (added[kind].exposed_ms, kind), default=None)
+        for table, added in zip(tables, costs)
+    ]

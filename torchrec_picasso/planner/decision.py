@@ -9,7 +9,7 @@ Shape letters: U counted rows, H hot rows, W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from torchrec_picasso.planner.choice import Choice, TableInfo, choose
 from torchrec_picasso.planner.home_blocks import HomeBlocks, RowLoads, balance_homes
 from torchrec_picasso.schedule.setting_choice import pieces_for
 
-__all__ = ["Decision", "balance_waves", "decide", "given_hot_sets"]
+__all__ = ["Decision", "balance_waves", "decide"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,9 +35,12 @@ class Decision(Choice):
     tables: tuple[TableInfo, ...]
     hot_sets: Mapping[str, Tensor]
     """Hot rows of each hot/cold table by name, ascending, int64, shape ``(H,)``."""
+    form_of: Mapping[str, Form]
+    """Exchange of each hot/cold table by name."""
     homes: HomeBlocks | None
-    """Home blocks of the row-exchanged tables, in the order of ``hot_sets``; ``None`` = no
-    statistics or no such tables."""
+    """Home blocks of the row-exchanged tables; ``None`` = no statistics or no such tables."""
+    block_rows: Mapping[str, tuple[int, ...]]
+    """Number of home rows on each rank, by name of each table in ``homes``."""
     waves: Mapping[str, int]
     """Wave of each hot/cold table by name."""
     curves: CommCurves
@@ -49,19 +52,6 @@ class Decision(Choice):
     def num_micro_batches(self) -> int | None:
         """Number of micro-batches in the predicted step; ``None`` without hot/cold tables."""
         return self.step.num_micro_batches if any(self.hot_cold) else None
-
-    @property
-    def form_of(self) -> dict[str, Form]:
-        """Exchange of each hot/cold table by name."""
-        return _by_name(self.tables, self.forms)
-
-    @property
-    def block_rows(self) -> dict[str, tuple[int, ...]]:
-        """Number of home rows on each rank, by name of each row-exchanged table."""
-        if self.homes is None:
-            return {}
-        in_rows = (name for name in self.hot_sets if self.form_of[name] == "rows")
-        return dict(zip(in_rows, self.homes.block_rows_TW))
 
 
 def decide(
@@ -90,61 +80,36 @@ def decide(
         stats.check_model(able)
     dense = (dense or curves.dense or DenseTimes()).at(batch_size)
     pricer = StepPricer(curves, world_size, dense, pieces_for(batch_size))
+    names = [table.load.name for table in tables]
+    given = None
+    if hot_rows is not None:  # the caller has chosen: the plan is only priced
+        without = {table.load.name for table in tables if table.no_hot_rows is not None}
+        hot_sets = select_hot_rows(able, hot_rows, stats, without=without)
+        given = {i: hot_sets[name].numel() for i, name in enumerate(names) if name in hot_sets}
+    choice = choose(tables, pricer, replica_budget_bytes, given_hot=given)
+    form_of = {name: form for name, form in zip(names, choice.forms) if form is not None}
     if hot_rows is None:
         # the choice has the number of hot rows of each table; the statistics have the rows
-        choice = choose(tables, pricer, replica_budget_bytes)
-        chosen = zip(tables, choice.forms, choice.num_hot)
-        counts = {table.load.name: num_hot for table, form, num_hot in chosen if form}
+        counts = {name: num_hot for name, num_hot in zip(names, choice.num_hot) if name in form_of}
         hot_sets = select_hot_rows(able, counts, stats)
-    else:
-        # the caller has chosen: the plan is only priced
-        without = {table.load.name for table in tables if table.no_hot_rows is not None}
-        hot_sets = given_hot_sets(able, without, hot_rows, stats)
-        places = {table.load.name: position for position, table in enumerate(tables)}
-        given = {places[name]: hot_sets[name].numel() for name in places if name in hot_sets}
-        choice = choose(tables, pricer, given_hot=given)
-    forms, works = _by_name(tables, choice.forms), {work.load.name: work for work in choice.works}
-    in_rows = [name for name in hot_sets if forms[name] == "rows"]
-    homes = None
+    homes, in_rows = None, [name for name in hot_sets if form_of[name] == "rows"]
     if stats is not None and in_rows:
+        works = dict(zip(names, choice.works))
         loads = [_row_loads(works[name], hot_sets[name], stats) for name in in_rows]
         homes = balance_homes(loads, world_size)
     return Decision(
         **vars(choice),
         tables=tuple(tables),
         hot_sets=hot_sets,
+        form_of=form_of,
         homes=homes,
+        block_rows=dict(zip(in_rows, homes.block_rows_TW)) if homes is not None else {},
         waves=_waves(tables, choice, num_waves),
         curves=curves,
         world_size=world_size,
         batch_size=batch_size,
         dense=dense,
     )
-
-
-def _by_name(tables: Sequence[TableInfo], forms: Sequence[Form | None]) -> dict[str, Form]:
-    return {table.load.name: form for table, form in zip(tables, forms) if form is not None}
-
-
-def given_hot_sets(
-    able: Mapping[str, int],
-    without: Collection[str],
-    hot_rows: int | Mapping[str, int],
-    stats: FrequencyStats | None,
-) -> dict[str, Tensor]:
-    """Selects the hot rows for a total, or for numbers by table name, that the caller chose.
-
-    ``able`` has the number of rows of each table that can be hot/cold, in model order; a total is
-    spent on the tables that are not in ``without``. Returns the hot rows of each hot/cold table.
-
-    Raises:
-        PlanError: If the hot rows do not exist, or a total above 0 has no statistics.
-    """
-    if isinstance(hot_rows, Mapping):
-        return select_hot_rows(able, hot_rows, stats)
-    others = {name: rows for name, rows in able.items() if name not in without}
-    chosen = select_hot_rows(others, hot_rows, stats)
-    return {name: chosen.get(name, torch.empty(0, dtype=torch.int64)) for name in able}
 
 
 def _waves(tables: Sequence[TableInfo], choice: Choice, num_waves: int) -> dict[str, int]:

@@ -23,16 +23,14 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.errors import PlanError
-from torchrec_picasso.frequency import FrequencyStats
-from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
+from torchrec_picasso.placement import Form, HotColdParams
 from torchrec_picasso.planner import hot_options, refusals, table_info
-from torchrec_picasso.planner.decision import Decision, decide, given_hot_sets
+from torchrec_picasso.planner.decision import Decision, decide
 from torchrec_picasso.planner.hot_options import by_table
+from torchrec_picasso.planner.refusals import TablePath
 
 __all__ = ["HotColdEnumerator"]
-
-_Path = tuple[str, str]
-"""Path of the module, name of the table."""
 
 
 class HotColdEnumerator(EmbeddingEnumerator):
@@ -63,7 +61,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self._has_prices = curves is not None or hot_rows is None
         self._curves = curves if curves is not None else table_info.assumed_curves(topology)
         self._decision: Decision | None = None
-        self._refusals: dict[_Path, refusals.TableRefusals] = {}
+        self._refusals: dict[TablePath, refusals.TableRefusals] = {}
         self._listed: list[ShardingOption] | None = None  # a list while options are collected
         self._estimators: list[ShardEstimator]
         self._hot_cold_space: list[ShardingOption] | None = None
@@ -71,7 +69,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
     @property
     def decision(self) -> Decision | None:
         """The decision of the last call of ``enumerate``; ``None`` if two tables have equal names,
-        or if the caller gave ``hot_rows`` and nothing is left to decide."""
+        or no sharder supports hot/cold tables."""
         return self._decision
 
     def enumerate(
@@ -93,13 +91,13 @@ class HotColdEnumerator(EmbeddingEnumerator):
         decision = self._decision = self._decide(options_by_path, table_info.dense_bytes_of(module))
         if decision is not None:
             hot_sets, blocks, waves = decision.hot_sets, decision.block_rows, decision.waves
-            forms = decision.form_of
+            forms: Mapping[str, Form] = decision.form_of
             num_micro_batches = decision.num_micro_batches if self._has_prices else None
         else:
-            # nothing to decide: the caller's hot rows, TorchRec's home blocks
+            # no decision by table name: the caller's hot rows, TorchRec's home blocks
             assert self._hot_rows is not None
             without = {name for (_, name), found in self._refusals.items() if found.hot_rows}
-            hot_sets = given_hot_sets(rows, without, self._hot_rows, self._frequency_stats)
+            hot_sets = select_hot_rows(rows, self._hot_rows, self._frequency_stats, without=without)
             blocks, waves, num_micro_batches = {}, {}, None
             required = {name: refusals.required_form(o) for (_, name), o in options_by_path.items()}
             forms = {name: form or "rows" for name, form in required.items()}
@@ -160,14 +158,14 @@ class HotColdEnumerator(EmbeddingEnumerator):
         hot_options.add_replica_storage(sharding_options, self._compute_device)
         unpriced, decision = sharding_options, self._decision
         if decision is not None and self._has_prices:
-            unpriced = hot_options.price_options(
-                sharding_options, decision.works, decision.curves, decision.world_size
-            )
+            names = (table.load.name for table in decision.tables)
+            added = dict(zip(names, decision.stock_costs))
+            unpriced = hot_options.price_options(sharding_options, added, decision.world_size)
         self._estimate(unpriced, only_memory=False)
 
     def _list_options(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
-    ) -> dict[_Path, list[ShardingOption]]:
+    ) -> dict[TablePath, list[ShardingOption]]:
         """Lists TorchRec's options by module and table, without the cost of estimates."""
         self._listed = []
         try:
@@ -195,9 +193,9 @@ class HotColdEnumerator(EmbeddingEnumerator):
             self._estimators = estimators
 
     def _decide(
-        self, options_by_path: Mapping[_Path, list[ShardingOption]], dense_bytes: int
+        self, options_by_path: Mapping[TablePath, list[ShardingOption]], dense_bytes: int
     ) -> Decision | None:
-        """Makes the decision; ``None`` if there is nothing to decide, or table names are equal."""
+        """Makes the decision; ``None`` if no table can be hot/cold, or table names are equal."""
         if not self._refusals:
             return None
         if len({table for _, table in options_by_path}) < len(options_by_path):
@@ -206,10 +204,6 @@ class HotColdEnumerator(EmbeddingEnumerator):
                     f"num_waves is {self._num_waves}, but waves are assigned by table name and "
                     "some tables have equal names; give each table its own name"
                 )
-            return None
-        # without prices and statistics, given hot rows leave neither a choice nor home blocks
-        has_no_input = not self._has_prices and self._frequency_stats is None
-        if self._hot_rows is not None and has_no_input and self._num_waves == 1:
             return None
         dense = dataclasses.replace(self._curves.dense or DenseTimes(), parameter_bytes=dense_bytes)
         if self._dense_ms is not None:
@@ -245,8 +239,8 @@ class HotColdEnumerator(EmbeddingEnumerator):
         return constraint.sharding_types if constraint is not None else None
 
     def _refusals_of(
-        self, options_by_path: Mapping[_Path, list[ShardingOption]]
-    ) -> dict[_Path, refusals.TableRefusals]:
+        self, options_by_path: Mapping[TablePath, list[ShardingOption]]
+    ) -> dict[TablePath, refusals.TableRefusals]:
         """Collects the refusals of each table whose sharder supports hot/cold tables."""
         found = {}
         for key, options in options_by_path.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 from torch import Tensor
@@ -20,9 +20,7 @@ from torchrec.distributed.planner.types import Perf, ShardingOption, Storage, To
 from torchrec.distributed.types import CacheParams
 
 from torchrec_picasso._torchrec import optimizer_multiplier
-from torchrec_picasso.cost.curves import CommCurves
-from torchrec_picasso.cost.stock import STOCK_TYPES, marginal_stock_costs
-from torchrec_picasso.cost.table_work import TableWork
+from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import SHARDING_TYPE_OF, Form, HotColdParams
 from torchrec_picasso.planner.home_blocks import filled_blocks
@@ -100,9 +98,6 @@ def cut_home_blocks(
     for option in options:
         num_rows = option.tensor.shape[0]
         if block_rows_W is None:
-            # empty shards are only avoidable if there is a row for each rank
-            if all(shard.size[0] for shard in option.shards) or num_rows < len(option.shards):
-                continue
             block_rows_W = filled_blocks(num_rows, len(option.shards))
         start = 0
         for shard, rows in zip(option.shards, block_rows_W, strict=True):
@@ -207,25 +202,20 @@ def _capacity_bytes(topology: Topology) -> float:
 
 def price_options(
     options: Sequence[ShardingOption],
-    works: Sequence[TableWork],
-    curves: CommCurves,
+    added: Mapping[str, Mapping[str, StepCost]],
     world_size: int,
 ) -> list[ShardingOption]:
-    """Sets ``Perf`` of options to what the table adds to a step of tables of that sharding type.
+    """Sets ``Perf`` of options to what the table adds to a step of tables of that sharding type:
+    ``added`` by table name and type.
 
     TorchRec's partitioner sums the ``Perf`` of the shards on a rank and compares ranks.
     ``Perf.total`` excludes the input dist, so its cost is added to the forward exchange. An
     owner-pooled table has the cost of a table-wise one, on its home rank; a row-exchanged table
     that of a row-wise one, on all ranks. Returns the options without a predicted cost.
     """
-    costs = {
-        (work.load.name, kind): cost
-        for kind in STOCK_TYPES
-        for work, cost in zip(works, marginal_stock_costs(kind, works, curves, world_size))
-    }
     unpriced = []
     for option in options:
-        cost = costs.get((option.name, option.sharding_type))
+        cost = added.get(option.name, {}).get(option.sharding_type)
         if cost is None:
             unpriced.append(option)
             continue

@@ -41,7 +41,14 @@ from torchrec_picasso.storage.exactness import (
     why_not_its_rows,
 )
 
-__all__ = ["TableRefusals", "hot_cold_candidates", "refusals_of", "required_form", "why_no_bags"]
+__all__ = [
+    "TablePath",
+    "TableRefusals",
+    "hot_cold_candidates",
+    "refusals_of",
+    "required_form",
+    "why_no_bags",
+]
 
 TablePath = tuple[str, str]
 """Path of the module, name of the table."""
