@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from numbers import Number
-from operator import is_, ne
+from operator import ne
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
