@@ -62,6 +62,14 @@ def test_what_is_no_number_differs_and_what_is_endless_compares() -> None:
         assert difference_of(one, other, FLOAT32) is not None
 
 
+def test_complex_numbers_differ_by_their_phase() -> None:
+    waves = torch.polar(ROWS.abs(), ROWS)
+    assert difference_of(waves, waves * (1 + 1e-6), FLOAT32) is None
+    for other in (waves.conj().resolve_conj(), waves * 1j, 1.01 * waves):
+        assert difference_of(waves, other, FLOAT32) is not None
+    assert difference_of(waves, waves * torch.nan, FLOAT32) is not None
+
+
 def test_few_integers_may_differ() -> None:
     ranks = torch.arange(4000)
     assert difference_of_outputs(ranks, ranks.clamp(min=4), FLOAT32) is None

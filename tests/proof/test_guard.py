@@ -31,12 +31,18 @@ class Watched(Head):
         super().__init__()
         self.settings = Settings(1.0, [1, 2])
         self.scales = [1.0, 2.0]
-        self.inner = nn.Sequential(nn.Linear(2, 2))
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        self.weights = {"f": 1, "g": 2}
 
     def loss(self, logits: Tensor, batch: Batch) -> Tensor:
         scale = SCALE * self.scales[0] * self.settings.scale
         loss = scale * ((logits - batch.labels) ** self.power).mean()
         return loss + logits.softmax(0).square().sum() if self.late else loss
+
+
+def _first_to_end(values: dict[str, Any]) -> None:
+    name = next(iter(values))
+    values[name] = values.pop(name)
 
 
 def test_an_untouched_model_has_not_changed() -> None:
@@ -56,6 +62,9 @@ _CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "object": (lambda head: setattr(head.settings, "scale", 2.0), "head.settings.scale"),
     "list in an object": (lambda head: head.settings.steps.append(3), "head.settings"),
     "list": (lambda head: head.scales.__setitem__(0, 3.0), "head.scales"),
+    "order of modules": (lambda head: _first_to_end(head.inner._modules), "head.inner"),
+    "order of a dict": (lambda head: _first_to_end(head.weights), "head.weights"),
+    "type in a dict": (lambda head: head.weights.update(f=1.0), "head.weights.f"),
     "training": (lambda head: head.inner.eval(), "head.inner"),
     "type": (lambda head: head.over.half(), "the type of head.over.bias"),
     "frozen": (lambda head: head.over.weight.requires_grad_(False), "head.over.weight"),

@@ -65,6 +65,9 @@ PROVED: dict[str, Loss] = {
     "own place": lambda head, out, batch: _two(out)[
         torch.arange(out.shape[0]), _clicked(batch)
     ].mean(),
+    "own place, repeated": lambda head, out, batch: out[
+        torch.arange(out.shape[0]).repeat(3, 1)
+    ].mean(),
     "gather": lambda head, out, batch: _two(out).gather(1, _clicked(batch)[:, None]).mean(),
     "where": lambda head, out, batch: torch.where(batch.labels > 0.5, out, -out).mean(),
     "masked": lambda head, out, batch: out.masked_fill(batch.labels > 0.5, 0.0).mean(),
@@ -143,6 +146,18 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
     "neighbour": (
         lambda head, out, batch: out[torch.arange(out.shape[0]) - 1].mean(),
         "places in the batch",
+    ),
+    "places in another order": (
+        lambda head, out, batch: out[torch.arange(out.shape[0]).repeat(3, 1).view(-1)].mean(),
+        "different orders",
+    ),
+    "added to places in another order": (
+        lambda head, out, batch: (
+            torch.zeros_like(out).index_add(
+                0, torch.arange(out.shape[0]).repeat(2, 1).view(-1), _two(out).view(-1)
+            )
+        ).mean(),
+        "different orders",
     ),
     "indexed": (lambda head, out, batch: out[_clicked(batch)].mean(), "other samples"),
     "shifted": (

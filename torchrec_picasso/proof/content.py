@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from numbers import Number
-from operator import is_, ne
+from operator import ne
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -82,27 +82,18 @@ class Kept:
         self._order = list(self._content)
         # a class is seen through a proxy; a subclass may have an __eq__ of its own
         self._differ = ne if self._is_class else self._base.__ne__
-        values = self.before.values() if self._base is dict else self.before
-        self._has_objects = any(type(value) not in _EQUAL for value in values)
 
-    def has_changed(self, in_order: bool = False) -> bool:
-        """Whether the content differs, or cannot be compared any more.
-
-        A comparison with the order (``in_order``) is slower.
-        """
+    def has_changed(self) -> bool:
+        """Whether the content or its order differs, or cannot be compared any more."""
         now, before = self._content, self.before
         try:
-            if in_order and list(now) != self._order:
-                return True
-            if self._differ(now, before):
-                return True
-            if self._base is set or not (self._has_objects or in_order):
+            # most containers are empty, such as those of hooks
+            if not before and not self._base.__len__(now):
                 return False
+            if list(now) != self._order or self._differ(now, before):
+                return True
             values = (now.values(), before.values()) if self._base is dict else (now, before)
-            if all(map(is_, *values)):
-                return False
-            names = before if self._base is dict else range(len(before))
-            return any(_is_replaced(now[name], before[name]) for name in names)
+            return self._base is not set and any(map(_is_replaced, *values))
         except Exception:  # any error of a comparison, such as that of two tensors
             return True
 

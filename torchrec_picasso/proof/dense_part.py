@@ -100,7 +100,7 @@ def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
             yield
     finally:
         for container in kept:
-            if container.has_changed(in_order=True):
+            if container.has_changed():
                 container.restore()
         for module, own in attributes:
             for name in _own_attributes(module).keys() - own.keys():

@@ -291,7 +291,7 @@ class Guard:
     def changed_containers(self) -> list[Kept]:
         """Lists the containers whose content differs."""
         watched = (*self._kept.values(), *self._given_kept)
-        return [kept for kept in watched if kept.has_changed(in_order=True)]
+        return [kept for kept in watched if kept.has_changed()]
 
     def forget(self, containers: Iterable[Kept]) -> None:
         """Drops containers from all further comparisons."""

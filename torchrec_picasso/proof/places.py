@@ -209,7 +209,7 @@ def offsets(call: Call) -> Value:
 
 @rule(
     "fbgemm.jagged_2d_to_dense fbgemm.jagged_1d_to_dense fbgemm.jagged_to_padded_dense "
-    "fbgemm.jagged_to_padded_dense_forward fbgemm.stacked_jagged_2d_to_dense",
+    "fbgemm.jagged_to_padded_dense_forward",
     places=True,
 )
 def to_dense(call: Call) -> Value:

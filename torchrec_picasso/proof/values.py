@@ -159,23 +159,18 @@ class Sizes:
             problem = "with an entry for each sample"
         elif len(dims) != 1:
             problem = f"with {len(dims)} dims that have the batch's size"
-        elif value.kind is Kind.ROWS and not self._has_blocks(tensor.shape[dims[0]], value):
-            problem = "not of samples"
         else:
-            return replace(value, dim=dims[0])
+            located = replace(value, dim=dims[0])
+            if value.kind is not Kind.ROWS or self.inner(tensor, located) is not None:
+                return located
+            problem = "not of samples"
         shape = ", ".join(map(str, tensor.shape))
         raise UnprovedError(f"gives a tensor of shape ({shape}), {problem}")
 
-    def _has_blocks(self, size: Any, value: Value) -> bool:
-        """Whether a size is that of ``outer`` blocks of rows."""
-        times = self.times(size, value.rows)
-        return times is not None and times % value.outer == 0
-
-    def inner(self, tensor: Tensor, value: Value) -> int:
-        """Counts the entries of each row in the batch's dim of a tensor of kind ``ROWS``."""
+    def inner(self, tensor: Tensor, value: Value) -> int | None:
+        """Counts the entries of each row in the batch's dim; ``None`` = no whole blocks of rows."""
         times = self.times(tensor.shape[value.dim], value.rows)
-        assert times is not None
-        return times // value.outer
+        return None if times is None or times % value.outer else times // value.outer
 
     def is_list(self, tensor: Tensor, value: Value) -> bool:
         """Whether a tensor has one entry for each row, in dim 0, and these are no positions."""

@@ -113,7 +113,7 @@ class _Cut:
         return join_outputs([pieces[p] for p in places], [self.sizes[p] for p in places])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Run:
     """The result of one way to run the model."""
 
@@ -220,11 +220,7 @@ class CutCheck:
         with still, torch.enable_grad():
             # in the order of a scheduled step
             for k in range(len(cut.pieces_K)):
-                for name, module in self._taken.modules.items():
-                    # sharded modules do not run: their forward returns the rows of their output
-                    # for the samples of micro-batch k
-                    parts = [given[name].part(cut.sizes, p) for p in range(len(cut.sizes))]
-                    module.forward.give(cut.joined(parts, k))
+                self._give(given, cut, k)
                 part_of = partial(cut.joined, index=k)
                 with self._taken.postprocs.for_part(context, cut.sizes, part_of):
                     losses, output = self._forward(model, cut.joined(pieces, k))
@@ -243,11 +239,14 @@ class CutCheck:
             ]
             weights = [(f"the gradient of {n}", w.grad) for n, w in dense_parameters(model)]
             loss = "the loss", program.losses.batch(losses_K, cut.sizes_K)
-            return _Run(
-                tensors=[*tables, *weights, loss],
-                output=self._options.join(outputs, cut.sizes_K) if cut.is_in_order else None,
-                state=state_of(model),
-            )
+            output = self._options.join(outputs, cut.sizes_K) if cut.is_in_order else None
+            return _Run([*tables, *weights, loss], output, state_of(model))
+
+    def _give(self, given: Mapping[str, FullBatchOutput], cut: _Cut, index: int) -> None:
+        """Gives sharded modules, which do not run, their output for one micro-batch's samples."""
+        for name, module in self._taken.modules.items():
+            parts = [given[name].part(cut.sizes, p) for p in range(len(cut.sizes))]
+            module.forward.give(cut.joined(parts, index))
 
     def _backward(self, losses_K: Mapping[int, Any], indices: Sequence[int], cut: _Cut) -> None:
         """Runs backward of some micro-batches, in this order.
