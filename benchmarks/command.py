@@ -1,4 +1,4 @@
-"""What benchmarks' commands share: numbers on the command line, and outcomes that a rerun finds."""
+"""Helpers of the benchmarks' commands: numeric options, and outcomes of an earlier run."""
 
 from __future__ import annotations
 

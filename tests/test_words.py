@@ -14,7 +14,12 @@ import pytest
 import torchrec_picasso
 
 PACKAGE = Path(torchrec_picasso.__file__).parent
-FILES = sorted(PACKAGE.rglob("*.py"))
+ROOT = Path(__file__).parents[1]
+FILES = sorted(
+    path
+    for folder in (PACKAGE, ROOT / "benchmarks", ROOT / "examples")
+    for path in folder.rglob("*.py")
+)
 ODD_WORDS = re.compile(
     r"\b(anew|likewise|plainest|in vain|by lot|to and fro|thereof|wherefrom|whereat)\b", re.I
 )
@@ -88,7 +93,7 @@ def odd_words(text: str) -> list[str]:
 
 
 def test_words_are_the_fields() -> None:
-    found = {str(path.relative_to(PACKAGE)): odd_words(path.read_text()) for path in FILES}
+    found = {str(path): odd_words(path.read_text()) for path in FILES}
     assert not {path: words for path, words in found.items() if words}
 
 

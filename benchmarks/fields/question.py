@@ -1,4 +1,4 @@
-"""What is asked: cluster, fields and how long."""
+"""Settings of a comparison: cluster, fields and number of steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNIFORM = "uniform"
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is measured.
+    """Settings of a comparison.
 
     Args:
         fields: Generated fields, each with a table of its own.
@@ -32,10 +32,10 @@ class Question:
         block_steps: Timed steps of a turn.
         seed: Draws fields, ids, labels and weights.
         local_costs: Whether the planner's local costs are measured too, not only the links.
-        dense: Likewise the model's dense part.
+        dense: Whether the model's dense part is measured, too.
         heldout_steps: Global batches that hot rows are chosen from, and none is trained on.
         max_rows: Most rows of a table.
-        variants: Their names.
+        variants: Names of the variants.
     """
 
     fields: int = 40
@@ -57,7 +57,7 @@ class Question:
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """Of the dense part: a model of the zoo has its own."""
+        """Optimizer of the dense part: a model of the zoo has its own."""
         if self.zoo is not None:
             return self.zoo.optimizer
         return OptimizerConfig(dense_optimizer="adagrad", dense_lr=0.02)

@@ -18,15 +18,15 @@ from torchrec_picasso.app.runs.trainer import shard_model
 
 
 class VariantTrainer:
-    """What trains for one variant. Collective: every rank makes one, in the same order.
+    """Model and pipeline of one variant. Collective: every rank makes one, in the same order.
 
     Args:
-        variant: Who trains.
+        variant: Variant that is trained.
         model: Before sharding.
         planned: Where its tables go.
         pg: The ranks.
         seed: Draws the tables' first weights, the same for every plan.
-        optimizer: Of the dense part.
+        optimizer: Optimizer of the dense part.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class VariantTrainer:
 
     @property
     def pipeline(self) -> TrainPipeline:
-        """What trains."""
+        """The train pipeline."""
         return self._pipeline
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Tensor]:

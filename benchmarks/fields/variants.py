@@ -1,4 +1,4 @@
-"""Who takes part: a plan under a train pipeline."""
+"""Variants: a plan under a train pipeline."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torchrec_picasso.app.runs.pipelines import sparse_dist
 from torchrec_picasso.errors import ConfigError
 
 VARIANTS = {
-    of.name: of
-    for of in (
+    variant.name: variant
+    for variant in (
         Variant(name="table_wise", placement="table_wise"),
         Variant(name="planner", placement="planner"),
         Variant(name="table_wise_ours", placement="table_wise", pipeline="interleaved"),
@@ -33,7 +33,7 @@ def named(names: tuple[str, ...]) -> list[Variant]:
         ConfigError: If there is none of a name, or none of them is stock.
     """
     found = [VARIANTS.get(name) or _by_hand(name) for name in names]
-    if not any(of.is_stock for of in found):
+    if not any(variant.is_stock for variant in found):
         raise ConfigError("--variants: there is no stock one to compare with; add table_wise")
     return found
 
@@ -44,7 +44,7 @@ def make_pipeline(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> TrainPipeline:
-    """What trains; the interleaved pipeline chooses what the variant does not tell."""
+    """Makes its pipeline; the interleaved one chooses what the variant leaves open."""
     if variant.pipeline != "interleaved":
         return sparse_dist(model, optimizer, device)
     return InterleavedTrainPipeline(model, optimizer, device, **pipeline_options(variant))

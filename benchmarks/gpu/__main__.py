@@ -1,4 +1,4 @@
-"""What one GPU can tell: races between streams, the price of the exchange, hot rows over UVM.
+"""Checks on one GPU: races between streams, cost of the exchange, hot rows over UVM.
 
     python -m benchmarks.gpu -o gpu.json
     python -m benchmarks.gpu --parts streams --repeats 100
@@ -73,7 +73,7 @@ def run_parts(settings: GpuSettings, parts: Sequence[str], out: str | None) -> i
         document = {
             "environment": machine,
             "settings": dataclasses.asdict(settings),
-            "parts": {name: dataclasses.asdict(of) for name, of in zip(parts, reports)},
+            "parts": {name: dataclasses.asdict(report) for name, report in zip(parts, reports)},
         }
         Path(out).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return int(any(report.problems for report in reports))

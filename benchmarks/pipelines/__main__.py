@@ -20,7 +20,7 @@ in the same forms.
 
 --scenario NAME asks what was published under that name; options beside it replace its own.
 
-What is reported:
+Reported figures:
 
 - A step lasts as long as on its slowest rank, each timing its own progress(). Samples per second
   are of all ranks, by the median block.
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _question(args: argparse.Namespace) -> Question:
     names = {field.name for field in dataclasses.fields(Question)}
-    given: dict[str, Any] = {name: of for name, of in vars(args).items() if name in names}
+    given: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
     if "variants" in given:
         given["variants"] = tuple(given["variants"].split(","))
     # a scenario that generates its ids reads no file

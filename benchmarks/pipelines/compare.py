@@ -1,4 +1,4 @@
-"""What every rank runs: curves if they are missing, the probes, and the finalists in turns."""
+"""Work of every rank: curves if they are missing, probes, and finalists in turns."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _CURVES_FULL_MBIT = 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankAnswer:
-    """What one rank brings home.
+    """Results of one rank.
 
     Args:
-        results: Of the variants of the final run.
+        results: Measurements of the final run's variants.
         probe_ms: Step time of every stock variant that was probed.
-        left_out: Why a variant that was asked for did not run.
+        left_out: Reason why a requested variant did not run.
     """
 
     results: list[RankResult]

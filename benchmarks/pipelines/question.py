@@ -1,4 +1,4 @@
-"""What is asked: cluster, data, model, how long, and who takes part."""
+"""Settings of a comparison: cluster, data, model, number of steps, and variants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VARIANTS = (
 
 _AUTOMATIC, _BY_HAND = ("hot_cold", "interleaved"), ("interleaved:4:5000", "interleaved:8:0")
 _BEST_STOCK = "table_wise"
-"""Of the stock plans of this model at 1 Gbit/s; where a step takes seconds, only it takes part."""
+"""Fastest stock plan of this model at 1 Gbit/s; alone where a step takes seconds."""
 _FEW = {"rounds": 4, "block_steps": 3}
 SCENARIOS: dict[str, dict[str, Any]] = {
     "1gbit_thin": {},
@@ -46,7 +46,7 @@ WARMUP_STEPS, COUNTED_STEPS = 3, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is measured.
+    """Settings of a comparison.
 
     Args:
         data: A Criteo file, or a name in :data:`GENERATED`.
@@ -60,7 +60,7 @@ class Question:
         heldout_steps: Global batches that hot rows are chosen from, and none is trained on.
         rounds: Turns of every variant.
         block_steps: Timed steps of a turn.
-        variants: Their names.
+        variants: Names of the variants.
     """
 
     data: str

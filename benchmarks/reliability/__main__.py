@@ -44,10 +44,10 @@ class _Question:
 
 
 def _as_it_is(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: of for key, of in document.items() if key not in ("environment", "lines")}
+    return {key: value for key, value in document.items() if key not in ("environment", "lines")}
 
 
-def _of_drift(document: Mapping[str, Any]) -> dict[str, Any]:
+def _sum_up_drift(document: Mapping[str, Any]) -> dict[str, Any]:
     shares = drift.moved_shares(document)
     return {
         "steps": document["num_steps"],
@@ -58,9 +58,9 @@ def _of_drift(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_soak(document: Mapping[str, Any]) -> dict[str, Any]:
+def _sum_up_soak(document: Mapping[str, Any]) -> dict[str, Any]:
     sides = {
-        side: {key: of for key, of in document[side].items() if key != "looks_of_first_rank"}
+        side: {key: value for key, value in document[side].items() if key != "looks_of_first_rank"}
         for side in ("ours", "stock")
     }
     weights = ("weights_compared", "weights_apart_at_most")
@@ -82,11 +82,11 @@ _QUESTIONS = {
     ),
     "faults": _Question(faults.main, _summary_of("faults"), _as_it_is),
     "link_faults": _Question(link_faults.main, _summary_of("link_faults"), _as_it_is),
-    "soak": _Question(soak.main, {"soak": "soak.json"}, _of_soak),
+    "soak": _Question(soak.main, {"soak": "soak.json"}, _sum_up_soak),
     "drift": _Question(
         drift.main,
         {"drift_globo": "drift_globo.json", "drift_criteo": "drift_criteo.json"},
-        _of_drift,
+        _sum_up_drift,
         needs_data=True,
     ),
 }
@@ -97,12 +97,12 @@ def _ask(name: str, folder: Path, data: str | None) -> int:
     if question.needs_data and data is None:
         print(f"{name}: passed over, it needs --data-folder", flush=True)
         return 0
-    of_data = ["--data-folder", str(data)] if question.needs_data else []
-    return question.main(["-o", str(folder), *of_data])
+    data_options = ["--data-folder", str(data)] if question.needs_data else []
+    return question.main(["-o", str(folder), *data_options])
 
 
 def _found(folder: Path) -> dict[str, Any]:
-    """What the questions have in the folder."""
+    """Results of the questions in the folder."""
     return {
         name: question.sums_up(json.loads((folder / file).read_text()))
         for question in _QUESTIONS.values()

@@ -51,7 +51,7 @@ from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 LOSS_RTOL = 1e-5
-"""Settings are tried anew after a restart, so sums have other orders."""
+"""Settings are tried again after a restart, so sums have other orders."""
 _AUC_DIFFERENCE = 1e-3
 _RESULTS, _SUMMARY = "faults.jsonl", "faults_summary.json"
 _RUN_S, _JOB_S = 120, 240
@@ -62,9 +62,9 @@ class Outcome:
     """How a case went.
 
     Args:
-        name: The case's.
+        name: Name of the case.
         verdict: ``survived``, ``named`` or ``failed``.
-        detail: What was said, or what went wrong.
+        detail: Printed message, or the failure.
         resumed_from: Steps that the last start had from a checkpoint.
         losses_apart: Largest relative difference of the losses after it.
     """
@@ -104,7 +104,7 @@ def inject(folder: Path, cases: Sequence[Case]) -> Iterator[Outcome]:
 
 
 def _unbroken(folder: Path) -> dict[str, Any]:
-    """What a run gives that nothing strikes."""
+    """Result of a run without a fault."""
     kept = folder / "unbroken.json"
     if not kept.exists():
         work = folder / "unbroken"
@@ -253,7 +253,7 @@ class _Job:
         self._kill()
 
     def said(self) -> str:
-        """What was printed."""
+        """The printed text."""
         return self._log.read_text(encoding="utf-8")
 
     def _kill(self) -> None:

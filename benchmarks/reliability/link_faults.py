@@ -49,7 +49,7 @@ class Drop:
     """A link that goes down.
 
     Args:
-        host: Whose.
+        host: Host whose link it is.
         step: Steps trained before.
         down_s: Seconds until it is up again; ``None`` = never.
     """
@@ -60,7 +60,7 @@ class Drop:
 
     @property
     def name(self) -> str:
-        """Of the case."""
+        """Name of the case."""
         return f"host{self.host}-step{self.step}-{self.down_s}s"
 
 
@@ -94,7 +94,7 @@ def train_on_rank(rank: int, world_size: int, folder: str, drop_step: int | None
 
 
 def _run(folder: Path, drop: Drop | None) -> list[Any]:
-    """What each rank gave."""
+    """Result of each rank."""
     with EmulatedCluster(_WORLD_SIZE, _RATE_MBIT) as cluster:
         breaker = threading.Thread(target=_break, args=(cluster, folder, drop), daemon=True)
         breaker.start()
@@ -178,10 +178,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         progress.advance()
     progress.close()
     lines = [known[drop.name] for drop in DROPS]
-    of = {v: sum(line["verdict"] == v for line in lines) for v in ("survived", "named", "failed")}
-    write_result({"drops": len(lines), **of, "lines": lines}, args.out / _SUMMARY)
-    print(f"{len(lines)} drops of a link: {', '.join(f'{n} {v}' for v, n in of.items())}")
-    return 1 if of["failed"] else 0
+    verdicts = [line["verdict"] for line in lines]
+    counts = {verdict: verdicts.count(verdict) for verdict in ("survived", "named", "failed")}
+    write_result({"drops": len(lines), **counts, "lines": lines}, args.out / _SUMMARY)
+    print(f"{len(lines)} drops of a link: {', '.join(f'{n} {v}' for v, n in counts.items())}")
+    return 1 if counts["failed"] else 0
 
 
 if __name__ == "__main__":

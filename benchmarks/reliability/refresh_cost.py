@@ -1,4 +1,4 @@
-"""What it costs that hot rows follow what is looked up: steps with it beside steps without.
+"""Cost of refreshing hot rows: steps with a refresh beside steps without.
 
     python -m benchmarks.reliability.refresh_cost -o cost.json --data-folder ../shared/data
 
@@ -116,12 +116,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (PicassoError, RankError, ClusterError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for name, of in found.items():
-        rounds = ", ".join(f"{ratio:.3f}" for ratio in of["by_round"])
+    for name, figures in found.items():
+        rounds = ", ".join(f"{ratio:.3f}" for ratio in figures["by_round"])
         print(
-            f"{name}: {of['step_ms'][_STAY]:.2f} ms where hot rows stay, "
-            f"{of['step_ms'][_FOLLOW]:.2f} where they follow ({of['moved']} moved): "
-            f"{of['cost']:+.2%}; by round {rounds}"
+            f"{name}: {figures['step_ms'][_STAY]:.2f} ms where hot rows stay, "
+            f"{figures['step_ms'][_FOLLOW]:.2f} where they follow ({figures['moved']} moved): "
+            f"{figures['cost']:+.2%}; by round {rounds}"
         )
     write_result({"rate_mbit": args.rate_mbit, **found}, args.out)
     return 0

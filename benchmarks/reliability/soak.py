@@ -15,7 +15,7 @@ homes to the bit; memory, Python objects and tensors must not grow; and no descr
 tensor, pipeline or model may be left that stock does not leave.
 
 FOLDER gets soak.json. Where it is whole and of the same settings it is shown and nothing runs; an
-unfinished soak begins anew, since 2,000 steps take a minute or two.
+unfinished soak begins again, since 2,000 steps take a minute or two.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FEWEST_STEPS = 40
 
 
 def plans(steps: int, num_micro_batches: int | None = None) -> dict[str, Plan]:
-    """What both sides do in so many steps: at least 4 stretches and 16 looks at the process."""
+    """Plans of both sides for so many steps: at least 4 stretches and 16 looks at the process."""
     ours = Plan(
         placement=_OURS,
         steps=steps,
@@ -90,7 +90,7 @@ def soak(
     """Trains both sides and writes what was found, or reads it where it was found before.
 
     Returns:
-        What soak.json holds.
+        The contents of soak.json.
 
     Raises:
         RankError: If stock's side failed.
