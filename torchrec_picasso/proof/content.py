@@ -1,4 +1,4 @@
-"""Which Python values have content that can change; how it is kept, compared and put back."""
+"""Python values whose content can change; how it is kept, compared and put back."""
 
 from __future__ import annotations
 

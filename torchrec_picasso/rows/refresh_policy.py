@@ -52,5 +52,5 @@ class Refresh(Rules):
 
     @property
     def fading(self) -> float:
-        """What a use counts a step later."""
+        """Weight of a use a step later."""
         return float(0.5 ** (1 / self.half_life))

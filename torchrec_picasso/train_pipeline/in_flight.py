@@ -222,7 +222,7 @@ class InFlight:
 
     @property
     def _given(self) -> _Work:
-        """What :meth:`work_with` was given."""
+        """The argument of :meth:`work_with`."""
         assert self._work is not None
         return self._work
 
