@@ -9,6 +9,15 @@ from pathlib import Path
 from typing import Any
 
 
+def command_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """Parser of ``python -m module``, whose help shows the description as it is written."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """Parses a whole number that is not below ``least``."""
 

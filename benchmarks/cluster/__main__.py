@@ -19,7 +19,7 @@ from benchmarks.cluster.awake import cores_awake
 from benchmarks.cluster.emulated import EmulatedCluster
 from benchmarks.cluster.link_speed import TRANSFERS, TransferTime, link_bytes, time_transfer
 from benchmarks.cluster.namespaces import ClusterError
-from benchmarks.command import at_least
+from benchmarks.command import at_least, command_parser
 from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
@@ -109,8 +109,7 @@ def _line(use: LinkUse) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.cluster", __doc__)
     parser.add_argument("--rate-mbit", type=float, help="rate of each link (default: not shaped)")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="write all numbers as JSON")
     for name, default, least, what in (

@@ -53,13 +53,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
-from benchmarks.command import at_least
+from benchmarks.command import at_least, command_parser
 from benchmarks.fields.compare import RankAnswer, compare_on_rank, make_workload
 from benchmarks.fields.predicted import errors_of
 from benchmarks.fields.question import MODELS, Question
-from benchmarks.fields.report import Report, print_report, write_report
+from benchmarks.fields.report import Report, print_report
 from benchmarks.fields.variants import VARIANTS, named
 from benchmarks.pipelines.rankings import rankings
+from benchmarks.pipelines.report import write_report
 from torchrec_picasso import CommCurves
 from torchrec_picasso.app.cli.outputs import check_outputs
 from torchrec_picasso.app.launch.run_ranks import RankError
@@ -128,8 +129,7 @@ def _question(args: argparse.Namespace) -> Question:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fields", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.fields", __doc__)
     add, default = parser.add_argument, Question()
     add("--rate-mbit", type=float, default=default.rate_mbit, help="0 = loopback (default: 1000)")
     names = ",".join(default.variants)

@@ -20,14 +20,14 @@ from benchmarks.fields.plans import (
     plan_table_wise,
 )
 from benchmarks.fields.predicted import Predicted, mean_of, predict
-from benchmarks.fields.question import COUNTED_STEPS, WARMUP_STEPS, Question
+from benchmarks.fields.question import Question
 from benchmarks.fields.sequences import SequencesWorkload
 from benchmarks.fields.trainer import VariantTrainer
 from benchmarks.fields.variants import named
 from benchmarks.fields.workload import Workload
 from benchmarks.fields.zoo import ZooWorkload
 from benchmarks.pipelines.memory import PeakMemory
-from benchmarks.pipelines.runner import RankResult, Runner
+from benchmarks.pipelines.runner import RankResult, Runner, take_turns
 from benchmarks.pipelines.variants import Variant
 from torchrec_picasso import CommCurves, FrequencyStats
 from torchrec_picasso.app.launch.progress import Progress
@@ -95,17 +95,10 @@ def compare_on_rank(
         progress.tell(f"{variant.name}, building and warming up")
         runner, trainer, says[variant.name] = bench.make(variant)
         trainers[variant.name] = trainer
-        runner.train(WARMUP_STEPS)
-        runner.settle(question.num_steps)
-        runner.count(COUNTED_STEPS)
+        runner.warm_up(question.num_steps)
         runners.append(runner)
         progress.advance()
-    for turn in range(question.rounds):
-        for runner in runners if turn % 2 == 0 else runners[::-1]:
-            progress.tell(f"{runner.variant.name}, round {turn + 1} of {question.rounds}")
-            runner.block(question.block_steps)
-            progress.advance()
-    progress.close()
+    take_turns(runners, question, progress)
     results = [runner.result() for runner in runners]
     return RankAnswer(
         results=results,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.fields.predicted import Errors, Predicted
 from benchmarks.fields.question import Question
 from benchmarks.fields.workload import ModelTable
 from benchmarks.pipelines.rankings import Standing
 from benchmarks.pipelines.report import FIGURES_HEAD, figures_line
-from torchrec_picasso.app.cli.outputs import write_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +37,6 @@ class Report:
     predicted: dict[str, Predicted]
     errors: Errors | None
     dense_ms: float = 0.0
-
-
-def write_report(report: Report, path: str | Path) -> None:
-    """Writes all numbers, and what they were measured on."""
-    write_result(dataclasses.asdict(report), path)
 
 
 def print_report(report: Report) -> None:

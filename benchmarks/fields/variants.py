@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torchrec.distributed.train_pipeline import TrainPipeline
-
-from benchmarks.pipelines.variants import Variant, pipeline_options
-from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.app.runs.pipelines import sparse_dist
+from benchmarks.pipelines.variants import Variant
 from torchrec_picasso.errors import ConfigError
 
 VARIANTS = {
@@ -36,18 +31,6 @@ def named(names: tuple[str, ...]) -> list[Variant]:
     if not any(variant.is_stock for variant in found):
         raise ConfigError("--variants: there is no stock one to compare with; add table_wise")
     return found
-
-
-def make_pipeline(
-    variant: Variant,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-) -> TrainPipeline:
-    """Makes its pipeline; the interleaved one chooses what the variant leaves open."""
-    if variant.pipeline != "interleaved":
-        return sparse_dist(model, optimizer, device)
-    return InterleavedTrainPipeline(model, optimizer, device, **pipeline_options(variant))
 
 
 def _by_hand(name: str) -> Variant:

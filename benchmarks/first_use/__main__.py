@@ -28,7 +28,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 
-from benchmarks.command import at_least
+from benchmarks.command import at_least, command_parser
 from benchmarks.first_use.compare import Found, compare
 from benchmarks.first_use.streams import STREAMS, read_stream
 from torchrec_picasso.app.cli.outputs import check_outputs, write_result
@@ -125,8 +125,7 @@ def _document(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_use", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.first_use", __doc__)
     add = parser.add_argument
     add("--data", default=_DATA, metavar="DIR", help=f"folder of the files (default: {_DATA})")
     add("--streams", nargs="+", choices=STREAMS, default=STREAMS, help="what is counted")

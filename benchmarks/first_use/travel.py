@@ -138,8 +138,8 @@ class Tables:
                 )
             )
             base += num_rows
-        nobody: Any = None  # requests are made, and not sent
-        return RowGroup(tables, [], nobody, _CPU)
+        no_pg: Any = None  # requests are made, and not sent
+        return RowGroup(tables, [], no_pg, _CPU)
 
 
 def _num_bytes(values: Tensor) -> int:

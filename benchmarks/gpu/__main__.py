@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.command import at_least
+from benchmarks.command import at_least, command_parser
 from benchmarks.gpu.overhead import overhead
 from benchmarks.gpu.report import PartReport, describe_parts
 from benchmarks.gpu.requirements import describe_machine, missing_piece
@@ -90,8 +90,7 @@ def _run_part(name: str, settings: GpuSettings) -> PartReport:
 
 def _parser() -> argparse.ArgumentParser:
     usual = GpuSettings()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.gpu", __doc__)
     add = parser.add_argument
     add("-o", "--out", metavar="FILE", help="JSON to write")
     add("--parts", type=_parts, default=",".join(PARTS), metavar="A,B", help="parts to run")

@@ -1,4 +1,4 @@
-"""Does the interleaved pipeline train the same model whatever the streams' timing?
+"""Does the interleaved pipeline train the same model under any timing of the streams?
 
 Each pipeline trains again and again from the same weights on the same batches, undelayed first and
 then with random delays on its streams. A race shows as a difference to the plain loop of stock

@@ -47,7 +47,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.cluster import ClusterError, usable_rate
-from benchmarks.command import at_least
+from benchmarks.command import at_least, command_parser
 from benchmarks.pipelines.answer import answer, check_question
 from benchmarks.pipelines.question import GENERATED, SCENARIOS, TOWERS, VARIANTS, Question
 from benchmarks.pipelines.report import print_report, write_report
@@ -89,8 +89,7 @@ def _question(args: argparse.Namespace) -> Question:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipelines", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.pipelines", __doc__)
     add = parser.add_argument
     own = argparse.SUPPRESS  # not given = the question's or the scenario's own
     add(

@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.pipelines.question import Question
 from benchmarks.pipelines.rankings import Standing
 from torchrec_picasso.app.cli.outputs import write_result
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _LEAST_EXPOSED = 0.05
 _MB = 1e6
@@ -38,8 +42,8 @@ class Report:
     floors: dict[str, float | None]
 
 
-def write_report(report: Report, path: str | Path) -> None:
-    """Writes all numbers, and what they were measured on."""
+def write_report(report: DataclassInstance, path: str | Path) -> None:
+    """Writes all numbers of a report, and a description of the machine."""
     write_result(dataclasses.asdict(report), path)
 
 

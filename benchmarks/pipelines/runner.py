@@ -26,8 +26,10 @@ from torchrec.distributed.train_pipeline import TrainPipeline
 from benchmarks.cluster.enter_host import HOST_INTERFACE
 from benchmarks.cluster.namespaces import tool_path
 from benchmarks.pipelines.memory import PeakMemory
+from benchmarks.pipelines.question import COUNTED_STEPS, WARMUP_STEPS, Settings
 from benchmarks.pipelines.variants import Variant, pipeline_maker
 from torchrec_picasso.app.config import TrainConfig
+from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.runs.pipelines import is_settled
 from torchrec_picasso.app.runs.placements import Placement
 from torchrec_picasso.app.runs.trainer import Trainer
@@ -157,6 +159,12 @@ class Runner:
         if (schedule_used(self.variant, self._pipeline)[0] or 1) > 1:
             self.train(steps_past_checks(len(self._losses), num_ahead))
 
+    def warm_up(self, num_ahead: int) -> None:
+        """Takes the steps before the turns, ``num_ahead`` of which follow in all."""
+        self.train(WARMUP_STEPS)
+        self.settle(num_ahead)
+        self.count(COUNTED_STEPS)
+
     def count(self, num_steps: int) -> None:
         """Takes steps under the byte meter, which slows them."""
         self._train_metered(num_steps)
@@ -218,6 +226,16 @@ class Runner:
         cpu_s = time.process_time()
         dist.barrier()
         return link_bytes, cpu_s
+
+
+def take_turns(runners: Sequence[Runner], settings: Settings, progress: Progress) -> None:
+    """Runs every runner's blocks in rounds of alternating order. Collective."""
+    for turn in range(settings.rounds):
+        for runner in runners if turn % 2 == 0 else runners[::-1]:
+            progress.tell(f"{runner.variant.name}, round {turn + 1} of {settings.rounds}")
+            runner.block(settings.block_steps)
+            progress.advance()
+    progress.close()
 
 
 class _UntilEnded:

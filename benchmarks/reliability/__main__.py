@@ -8,7 +8,6 @@ Every question keeps what it has in the folder, so a run that was cut off goes o
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command_parser
 from benchmarks.reliability import (
     checkpoint_moves,
     drift,
@@ -117,8 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; else what a question that failed returned.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability")
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.reliability", __doc__)
     parser.add_argument("-o", "--out", required=True, metavar="FOLDER", help="results go there")
     parser.add_argument("--data-folder", metavar="FOLDER", help="real ids, for drift")
     parser.add_argument("--only", nargs="+", choices=_QUESTIONS, default=list(_QUESTIONS))

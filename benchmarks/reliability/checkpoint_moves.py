@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.command import read_lines
+from benchmarks.command import command_parser, read_lines
 from benchmarks.reliability.move_jobs import (
     LOSS_RTOL,
     STEP,
@@ -147,11 +147,7 @@ def _summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.reliability.checkpoint_moves",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("benchmarks.reliability.checkpoint_moves", __doc__)
     add = parser.add_argument
     add("-o", "--out", type=Path, required=True, metavar="FOLDER", help="outcomes, checkpoints")
     add("--plans", nargs="+", choices=PLANS, default=PLANS)

@@ -16,7 +16,6 @@ is learned. The figures are those of the hot rows in use, counted on the batches
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import defaultdict
@@ -39,6 +38,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from benchmarks.command import command_parser
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
     HotColdParams,
@@ -320,8 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 2 where the options allow no answer.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability.drift")
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.reliability.drift", __doc__)
     parser.add_argument("-o", "--out", required=True, metavar="FOLDER", help="results go there")
     parser.add_argument(
         "--data-folder", required=True, metavar="FOLDER", help="Globo's clicks, Criteo's samples"

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import append_line, read_lines
+from benchmarks.command import append_line, command_parser, read_lines
 from benchmarks.reliability.fault_cases import (
     EVERY_STEPS,
     KINDS,
@@ -243,7 +243,7 @@ class _Job:
             raise
 
     def kill_when_struck(self) -> None:
-        """Ends the ranks and who started them at once."""
+        """Ends the ranks and their launcher at once."""
         until_s = time.monotonic() + _JOB_S
         while not (self._work / "struck").exists():
             if self._process.poll() is not None or time.monotonic() > until_s:
@@ -331,11 +331,7 @@ def _summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.reliability.faults",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("benchmarks.reliability.faults", __doc__)
     add = parser.add_argument
     add("-o", "--out", type=Path, required=True, metavar="FOLDER", help="outcomes go there")
     add("--launchers", nargs="+", choices=LAUNCHERS, default=tuple(LAUNCHERS))

@@ -4,14 +4,13 @@
 
 Two hosts on one machine, each with a link of its own. At a step one link goes down: for some
 seconds, then training must go on to the losses of a run with a whole link; or for good, then every
-rank must raise within the process group's timeout, and tell in which operation it waited for whom.
+rank must raise within the process group's timeout, and name the operation and the awaited rank.
 
 FOLDER gets a line in link_faults.jsonl per case and a link_faults_summary.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import shutil
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster.emulated import EmulatedCluster, why_unavailable
-from benchmarks.command import append_line, read_lines
+from benchmarks.command import append_line, command_parser, read_lines
 from benchmarks.reliability.small_model import rank_batch
 from benchmarks.reliability.small_trainer import SmallTrainer
 from torchrec_picasso import InterleavedTrainPipeline
@@ -151,8 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 if every case went as it should, or no link can be emulated here; else 1.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability.link_faults")
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.reliability.link_faults", __doc__)
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="FOLDER")
     args = parser.parse_args(argv)
     if (reason := why_unavailable()) is not None:

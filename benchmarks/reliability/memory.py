@@ -9,7 +9,6 @@ grows under the first alone is bounded by the shapes that batches have; a leak g
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import warnings
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from torchrec.datasets.utils import Batch
 
+from benchmarks.command import command_parser
 from benchmarks.reliability.process_figures import heap_kib, slope
 from benchmarks.reliability.small_trainer import SmallTrainer
 from benchmarks.reliability.soak import keep_few_records
@@ -78,8 +78,7 @@ def _tensor_kib() -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains twice, writes and prints KiB a step over the second half."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability.memory")
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.reliability.memory", __doc__)
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--steps", type=int, default=4000, metavar="N")
     args = parser.parse_args(argv)

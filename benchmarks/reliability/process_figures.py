@@ -61,7 +61,7 @@ def rss_kib() -> float:
 def heap_kib() -> float:
     """Memory that malloc has given out, 0 where it does not tell (glibc before 2.33, others).
 
-    What is freed and still resident is left out, and Python's own small objects.
+    Freed memory that is still resident is left out, and Python's own small objects.
     """
     if not hasattr(_LIBC, "mallinfo2"):
         return 0.0

@@ -3,13 +3,12 @@
     python -m benchmarks.reliability.refresh_cost -o cost.json --data-folder ../shared/data
 
 Two emulated hosts of one core train two models in turn, a block of steps each, on the same batches:
-one with hot rows that stay, one with ``Refresh()``, what a user gets who chooses nothing. On
+one with hot rows that stay, one with ``Refresh()``, the default. On
 Criteo's samples rows hardly move, on Globo's clicks they move at every look.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
+from benchmarks.command import command_parser
 from benchmarks.reliability.drift import Stream, batches_of, criteo, globo, sharded
 from torchrec_picasso import InterleavedTrainPipeline, PicassoError, Refresh
 from torchrec_picasso.app.cli.outputs import write_result
@@ -92,8 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 2 where the options allow no answer.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability.refresh_cost")
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.reliability.refresh_cost", __doc__)
     parser.add_argument("-o", "--out", required=True, metavar="FILE", help="a JSON file")
     parser.add_argument(
         "--data-folder", required=True, metavar="FOLDER", help="Globo's clicks, Criteo's samples"

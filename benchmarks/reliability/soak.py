@@ -20,7 +20,6 @@ unfinished soak begins again, since 2,000 steps take a minute or two.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -30,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command_parser
 from benchmarks.reliability.soak_record import Found, Plan
 from benchmarks.reliability.soak_side import Plant, train_side
 from benchmarks.reliability.soak_verdict import judge
@@ -135,8 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 if all is as it should be, else 1; 2 where the options allow no answer.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability.soak")
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.reliability.soak", __doc__)
     add = parser.add_argument
     add("-o", "--out", type=Path, required=True, metavar="FOLDER", help="soak.json goes there")
     add("--steps", type=int, default=2000, help=f"at least {_FEWEST_STEPS} (default: 2000)")

@@ -59,7 +59,7 @@ def soak_batch(step: int, rank: int) -> Batch:
 def stand_in() -> Batch:
     """One sample of no ids, for a pipeline that cannot train a rank without samples.
 
-    It has to count nothing: :func:`counts_nothing` knows it.
+    Its samples must not count: :func:`counts_nothing` recognizes it.
     """
     return Batch(
         dense_features=torch.ones(1, 1),

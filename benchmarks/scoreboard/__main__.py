@@ -28,9 +28,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
+from benchmarks.command import command_parser
 from benchmarks.fields.__main__ import answer
 from benchmarks.fields.question import ZOO, Question
-from benchmarks.fields.report import print_report, write_report
+from benchmarks.fields.report import print_report
+from benchmarks.pipelines.report import write_report
 from benchmarks.scoreboard.board import print_board, read_line
 from benchmarks.scoreboard.entries import ENTRIES, FIELDS, train_config
 from torchrec_picasso import CommCurves
@@ -113,12 +115,11 @@ def _curves(folder: Path, rate_mbit: float) -> CommCurves:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scoreboard", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.scoreboard", __doc__)
     add = parser.add_argument
     add("-o", "--out", required=True, metavar="FOLDER", help="a JSON file per model goes there")
-    names = {"choices": _NAMES, "default": _NAMES, "help": ", ".join(_NAMES)}
-    add("--only", nargs="+", metavar="MODEL", **names)
+    names = ", ".join(_NAMES)
+    add("--only", nargs="+", metavar="MODEL", choices=_NAMES, default=_NAMES, help=names)
     add("--rate-mbit", type=float, default=1000.0, help="0 = loopback (default: 1000)")
     add("--data-folder", metavar="FOLDER", help="real samples (default: generated ones)")
     add("--rounds", type=int, default=3, metavar="N", help="turns of each (default: 3)")

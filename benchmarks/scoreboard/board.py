@@ -62,7 +62,7 @@ class Line:
 
 
 def read_line(name: str, path: Path) -> Line:
-    """Reads what :func:`benchmarks.fields.report.write_report` wrote."""
+    """Reads what :func:`benchmarks.pipelines.report.write_report` wrote."""
     document: dict[str, Any] = json.loads(path.read_text())
     found, predicted = document["variants"], document["predicted"]
     stock = max(
