@@ -1,4 +1,4 @@
-"""What benchmarks' commands share: numbers on the command line, and outcomes that a rerun finds."""
+"""Helpers of the benchmarks' commands: numeric options, and outcomes of an earlier run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+
+def command_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """Parser of ``python -m module``, whose help shows the description as it is written."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -6,7 +6,7 @@ tables:
 
     python -m benchmarks.criteo_exactness --out exactness.json
 
-What is read off: losses to 1e-4 relative over the first 15 steps, bytes per rank and step at most
+Results: losses to 1e-4 relative over the first 15 steps, bytes per rank and step at most
 1/3.5 of stock's, collectives per step equal for 26 and 200 tables, CPU seconds per step at most
 1.15 x stock's.
 """

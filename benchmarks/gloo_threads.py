@@ -1,4 +1,4 @@
-"""What an exchange takes of a core that computes meanwhile, by the urgency of gloo's thread.
+"""CPU share that an exchange takes from a core at work, by the priority of gloo's thread.
 
     python -m benchmarks.gloo_threads
     python -m benchmarks.gloo_threads --rate-mbit 100 --nice 0 5 -o gloo_threads.json
@@ -34,11 +34,11 @@ _TIMEOUT_S = 900.0
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked.
+    """Settings of the measurement.
 
     Args:
         rate_mbit: Rate of each host's link, Mbit/s; ``None`` = loopback.
-        nice: Of gloo's thread; the thread that sorts has 0.
+        nice: Nice values of gloo's thread; the thread that sorts has 0.
         floats: Sent to the other host, per exchange.
     """
 
@@ -52,7 +52,7 @@ class Turns:
     """Milliseconds of a turn, of the slower rank.
 
     Args:
-        nice: Of gloo's thread.
+        nice: Nice value of gloo's thread.
         floats: Sent.
         sorting_ms: Without an exchange.
         both_ms: With one.
@@ -71,7 +71,7 @@ class Turns:
 def measure(question: Question) -> list[Turns]:
     """Measures on two hosts."""
     by_rank = run_on_hosts(_on_rank, 2, question.rate_mbit, question, timeout_s=_TIMEOUT_S)
-    return [max(of, key=lambda turns: turns.both_ms) for of in zip(*by_rank)]
+    return [max(ranks, key=lambda turns: turns.both_ms) for ranks in zip(*by_rank)]
 
 
 def _on_rank(rank: int, world_size: int, question: Question) -> list[Turns]:
@@ -86,9 +86,9 @@ def _on_rank(rank: int, world_size: int, question: Question) -> list[Turns]:
         Turns(
             nice=nice,
             floats=floats,
-            **dict(zip(("sorting_ms", "both_ms", "beside_ms", "exchange_ms"), _medians(of))),
+            **dict(zip(("sorting_ms", "both_ms", "beside_ms", "exchange_ms"), _medians(turns))),
         )
-        for (nice, floats), of in times.items()
+        for (nice, floats), turns in times.items()
     ]
 
 
@@ -119,8 +119,8 @@ def _time_ms(work: Callable[[], object]) -> tuple[float, float]:
     return wall_s * 1e3 / _TURNS, beside_s * 1e3 / _TURNS
 
 
-def _medians(of: Sequence[Sequence[float]]) -> list[float]:
-    return [round(statistics.median(column), 3) for column in zip(*of)]
+def _medians(turns: Sequence[Sequence[float]]) -> list[float]:
+    return [round(statistics.median(column), 3) for column in zip(*turns)]
 
 
 def _set_nice(nice: int) -> None:
@@ -145,10 +145,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     found = measure(question)
     print("ms a turn    floats  sorting  with exchange  beside it  exchange alone")
-    for of in found:
+    for result in found:
         print(
-            f"nice {of.nice:<4} {of.floats:>9} {of.sorting_ms:8.2f} {of.both_ms:14.2f} "
-            f"{of.beside_ms:10.2f} {of.exchange_ms:15.2f}"
+            f"nice {result.nice:<4} {result.floats:>9} {result.sorting_ms:8.2f} "
+            f"{result.both_ms:14.2f} {result.beside_ms:10.2f} {result.exchange_ms:15.2f}"
         )
     if args.out:
         write_result({"question": asdict(question), "found": list(map(asdict, found))}, args.out)

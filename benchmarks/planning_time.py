@@ -46,7 +46,7 @@ class Workload:
     Args:
         num_tables: Tables, of mixed dims and features.
         world_size: Ranks to plan for.
-        seed: Of the tables' sizes and ids.
+        seed: Seed of the tables' sizes and ids.
     """
 
     num_tables: int
@@ -141,7 +141,8 @@ def measure(num_tables: int, times: int) -> dict[str, float]:
     workload = Workload(num_tables=num_tables)
     model = workload.model()
     # what is computed once per statistics belongs to the first plan: each has its own
-    hot_rows = int(_HOT_SHARE * sum(of.num_embeddings for of in model.embedding_bag_configs()))
+    num_rows = sum(table.num_embeddings for table in model.embedding_bag_configs())
+    hot_rows = int(_HOT_SHARE * num_rows)
     counted = iter([workload.stats() for _ in range(2 * times)])
     return {
         "stock_s": seconds(lambda: plan_stock(workload, model), times),

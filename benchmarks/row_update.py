@@ -1,4 +1,4 @@
-"""What the update of a row takes on one core: FBGEMM's row-wise Adagrad against this package's.
+"""Time of a row's update on one core: FBGEMM's row-wise Adagrad against this package's.
 
     python -m benchmarks.row_update
     python -m benchmarks.row_update --dims 16 64 --json benchmarks/results/row_update.json
@@ -75,18 +75,18 @@ def _in_turns(variants: Sequence[Callable[[], object]], times: int) -> list[floa
     """Median CPU seconds of each."""
     taken: list[list[float]] = [[] for _ in variants]
     for _ in range(times + 1):
-        for of, run in zip(taken, variants):
+        for seconds, run in zip(taken, variants):
             start_s = time.process_time()
             run()
-            of.append(time.process_time() - start_s)
-    return [median(of[1:]) for of in taken]
+            seconds.append(time.process_time() - start_s)
+    return [median(seconds[1:]) for seconds in taken]
 
 
 def measure(dim: int, times: int) -> dict[str, Any]:
     """Nanoseconds a row and a lookup."""
     tables, lookups_N = _tables(dim), _lookups(0)
     tbe = tables.tbe
-    rows_n = torch.cat([of.unique() for of in lookups_N.split(_LOOKUPS_OF_A_RANK)])
+    rows_n = torch.cat([rows.unique() for rows in lookups_N.split(_LOOKUPS_OF_A_RANK)])
     grads_nD, grads_SD = torch.randn(len(rows_n), dim), torch.randn(_BAGS, dim)
     no_slots = torch.empty(0, dtype=torch.int64)
     each_n1 = torch.arange(len(rows_n) + 1)

@@ -21,9 +21,9 @@ from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates
 
 NOISES = (0.03, 0.05, 0.10)
-"""Of a step's time, as a share of it."""
+"""Noise of a step's time, as a share of it."""
 HINTS = ("best", "best", "beside", "none")
-"""What plans say, by share: whose prices were measured on the machine, in five cases of five the
+"""Hints of plans, by share: whose prices were measured on the machine, in five cases of five the
 best (``benchmarks/results/sweep_*.json``)."""
 
 
@@ -34,8 +34,8 @@ class Curve:
     Args:
         ms: By micro-batches, with lookahead.
         without: Factor without lookahead, of whole batches.
-        cut_without: Likewise, of batches that are cut.
-        guessed: Of ``ms``, those that nobody measured: put in along the curve.
+        cut_without: Factor without lookahead, of batches that are cut.
+        guessed: Keys of ``ms`` that were not measured: put in along the curve.
     """
 
     ms: Mapping[int, float]
@@ -85,7 +85,7 @@ CURVES = {
     "DHEN": Curve({1: 1215, 2: 1078, 4: 915, 8: 955}, 1.0, 1.05),
     "TBSM": Curve({1: 219, 2: 178, 4: 150, 8: 193}, 1.0, 0.95),
 }
-"""Real clients' and the project's own; Criteo where nothing else is said, 1 Gbit/s likewise."""
+"""Real clients' and the project's own; Criteo and 1 Gbit/s unless named."""
 
 
 class _OneRank:
@@ -129,11 +129,11 @@ def settle(
 
 @dataclass(frozen=True)
 class Found:
-    """What trials of one curve came to.
+    """Results of one curve's trials.
 
     Args:
-        steps: Of each trial.
-        losses: How much slower than the best the choice is, as a share, of each trial.
+        steps: Steps of each trial.
+        losses: Slowdown of the choice against the best setting, as a share, of each trial.
     """
 
     steps: np.ndarray

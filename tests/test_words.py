@@ -12,7 +12,12 @@ import pytest
 import torchrec_picasso
 
 PACKAGE = Path(torchrec_picasso.__file__).parent
-FILES = sorted(PACKAGE.rglob("*.py"))
+ROOT = Path(__file__).parents[1]
+FILES = sorted(
+    path
+    for folder in (PACKAGE, ROOT / "benchmarks", ROOT / "examples")
+    for path in folder.rglob("*.py")
+)
 ODD_WORDS = re.compile(
     r"\b(anew|likewise|plainest|in vain|by lot|to and fro|thereof|wherefrom|whereat)\b", re.I
 )
@@ -70,12 +75,14 @@ def odd_words(text: str) -> list[str]:
     found = [name for name in names(tree) if re.match(r"_?of(_|$)", name)]
     said = [*docstrings(tree), *comments(text)]
     found += [odd[0] for words in said for odd in ODD_WORDS.finditer(words)]
+    starts = [words.split(maxsplit=1)[:1] for words in docstrings(tree)]
+    found += [word for start in starts for word in start if word in PRONOUNS]
     entries = [ARGUMENT.match(line) for words in docstrings(tree) for line in words.splitlines()]
     return found + [entry[0] for entry in entries if entry is not None and entry[2] in PRONOUNS]
 
 
 def test_words_are_the_fields() -> None:
-    found = {str(path.relative_to(PACKAGE)): odd_words(path.read_text()) for path in FILES}
+    found = {str(path): odd_words(path.read_text()) for path in FILES}
     assert not {path: words for path, words in found.items() if words}
 
 
@@ -89,5 +96,6 @@ def test_steps_are_commented(package: str, fewest: int) -> None:
 def test_what_is_odd_is_found() -> None:
     text = 'def f(of_table):\n    """Does it anew.\n\n    Args:\n        of_table: They.\n    """\n'
     assert odd_words(text) == ["of_table", "anew", "        of_table: They"]
+    assert odd_words('"""What it does."""') == ["What"]
     assert comments("x = 1  # why\n# noqa: E\n") == ["# why"]
     assert num_code_lines('"""Doc."""\n\nx = (\n    1,\n)\n# c\n') == 3

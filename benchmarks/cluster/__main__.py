@@ -19,7 +19,7 @@ from benchmarks.cluster.awake import cores_awake
 from benchmarks.cluster.emulated import EmulatedCluster
 from benchmarks.cluster.link_speed import TRANSFERS, TransferTime, link_bytes, time_transfer
 from benchmarks.cluster.namespaces import ClusterError
-from benchmarks.command import at_least
+from benchmarks.command import at_least, command_parser
 from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
@@ -33,12 +33,12 @@ class LinkUse:
     """One kind of transfer over the links.
 
     Args:
-        transfer: Its kind.
+        transfer: Kind of the transfer.
         median_mb_per_s: Payload per host and direction, median of the repeats.
-        worst_mb_per_s: The same of the slowest repeat.
+        worst_mb_per_s: Payload rate of the slowest repeat.
         cpu_s_per_mb: CPU seconds of a host's ranks, with the kernel's work for their packets.
-        wire_over_payload: What the link counted over what was handed in.
-        dropped_packets: Of all hosts.
+        wire_over_payload: Bytes that the link counted over bytes handed in.
+        dropped_packets: Packets that the queues of all hosts dropped.
     """
 
     transfer: str
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.out is not None:
-        question = {name: of for name, of in vars(options).items() if name != "out"}
+        question = {name: value for name, value in vars(options).items() if name != "out"}
         write_result({"question": question, "transfers": list(map(asdict, found))}, options.out)
     return 0
 
@@ -101,16 +101,15 @@ def _measure(cluster: EmulatedCluster, transfer: str, megabytes: int, repeats: i
     )
 
 
-def _line(of: LinkUse) -> str:
+def _line(use: LinkUse) -> str:
     return (
-        f"{of.transfer:12}{of.median_mb_per_s:8.1f}{of.worst_mb_per_s:8.1f}"
-        f"{of.cpu_s_per_mb:10.5f}{of.wire_over_payload:14.4f}{of.dropped_packets:9d}"
+        f"{use.transfer:12}{use.median_mb_per_s:8.1f}{use.worst_mb_per_s:8.1f}"
+        f"{use.cpu_s_per_mb:10.5f}{use.wire_over_payload:14.4f}{use.dropped_packets:9d}"
     )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.cluster", __doc__)
     parser.add_argument("--rate-mbit", type=float, help="rate of each link (default: not shaped)")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="write all numbers as JSON")
     for name, default, least, what in (

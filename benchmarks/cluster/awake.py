@@ -3,7 +3,7 @@
 A virtual core that has nothing to do may sleep, and wake late: links of 1 Gbit/s then carried 29
 instead of 105 MB/s of an all-to-all on one and the same machine, in one hour and in the next. A
 process on each core that runs only when nothing else wants to (``SCHED_IDLE``) keeps them awake,
-and takes nothing from anybody.
+and takes no time from other work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SPIN = (
     "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0));\n"
     "while os.getppid() == int(sys.argv[2]): sum(range(10_000))\n"
 )
-"""Ends by itself when whoever started it is gone."""
+"""Ends by itself when its parent process is gone."""
 
 
 @contextmanager

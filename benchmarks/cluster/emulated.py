@@ -22,7 +22,7 @@ _MAX_HOSTS = 250
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCounters:
-    """What went over one host's link since the cluster came up.
+    """Traffic of one host's link since the cluster came up.
 
     Args:
         sent_bytes: Bytes that the host sent, each frame with its headers.
@@ -96,7 +96,7 @@ class EmulatedCluster:
         return [counters.sent_bytes for counters in self.link_counters()]
 
     def link_counters(self) -> list[LinkCounters]:
-        """What went over each host's link since entry.
+        """Counters of each host's link since entry.
 
         The queues count, not the interfaces: an interface counts the headers of an offloaded packet
         once (0.2 % of the bytes), not once for each of its frames (4.6 %).
@@ -160,7 +160,7 @@ def host_address(host: int) -> str:
 
 
 def why_unavailable() -> str | None:
-    """What keeps this machine from emulating a cluster, or ``None``; found out by making one."""
+    """Reason why this machine cannot emulate a cluster, or ``None``; found by making one."""
     try:
         with EmulatedCluster(num_hosts=1, rate_mbit=1000):
             return None

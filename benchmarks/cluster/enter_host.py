@@ -1,4 +1,4 @@
-"""What a rank of an emulated cluster does first: move onto its host.
+"""First step of a rank of an emulated cluster: move onto its host.
 
 This has to come before the process group: gloo's threads and sockets belong to the namespace of the
 thread that makes them, for good.

@@ -1,4 +1,4 @@
-"""What a link really gives: gloo's collectives and plain sockets over it, against the clock.
+"""Measured speed of a link, under gloo's collectives and under plain sockets.
 
 The sockets are the yardstick: where they fill the link in both directions and a collective does
 not, the collective is the cause. gloo's all-to-all of 2 ranks fills half of a 1 Gbit/s link.

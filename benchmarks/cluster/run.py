@@ -32,7 +32,7 @@ def run_on_hosts(
     A rate of ``None`` is loopback.
 
     Returns:
-        What each rank returned, by rank.
+        The return value of each rank, by rank.
     """
     world_size = num_hosts * ranks_per_host
     if rate_mbit is None or why_unavailable() is not None:

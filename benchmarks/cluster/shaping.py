@@ -24,11 +24,11 @@ _QUEUE_MS = 50  # above it packets are dropped, and TCP slows down
 
 @dataclass(frozen=True, kw_only=True)
 class LinkShape:
-    """What one end of a link is set to.
+    """Settings of one end of a link.
 
     Args:
         rate_bit: Bits per second; ``None`` = as fast as the machine.
-        burst_bytes: What passes at once after a pause.
+        burst_bytes: Bytes that pass at once after a pause.
         packet_bytes: Largest packet that TCP hands down in one piece.
     """
 

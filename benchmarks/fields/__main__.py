@@ -9,7 +9,7 @@ over-arch reads them all. Each table does little, so what counts is what a step 
 rows: operators, collectives, Python.
 
 Sequences: a DIN-like model reads clicks with the history before them, by an EmbeddingCollection of
-64 columns beside pooled profiles of 16. They come from Alimama's rows, drawn anew for each batch,
+64 columns beside pooled profiles of 16. They come from Alimama's rows, drawn again for each batch,
 from Globo's clicks in time order, each beside an article that was not clicked, or are generated;
 the columns of --data tell which:
 
@@ -31,11 +31,11 @@ alternating order, so whatever else the machine does hits all of them:
 - ours: what a user gets by default. Curves are measured on these links, hot rows are chosen from
   held-out batches, InterleavedTrainPipeline chooses its settings before the clock starts.
 - ours_plain: the same plan under TrainPipelineSparseDist.
-- all_rows: every table hot/cold without hot rows, interleaved; all_rows_plain: likewise, not
+- all_rows: every table hot/cold without hot rows, interleaved; all_rows_plain: the same plan, not
   interleaved; all_bags: every table of a pooled collection as bags, at the homes of table_wise.
-- rows:K, rows:K:HOT_ROWS and bags:K: likewise, in K micro-batches, nothing chosen.
+- rows:K, rows:K:HOT_ROWS and bags:K: the same plans in K fixed micro-batches.
 
-What the planner's cost model says of each is beside what it took, for plans made by hand, too; with
+The cost model's prediction stands beside each measured step, for plans made by hand, too; with
 --local-costs and --dense it knows all that calibration can tell. Plans are made by what is measured
 before the turns; predictions are the mean of that and of the same measured after them, as the pace
 of a machine changes.
@@ -53,13 +53,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
-from benchmarks.command import at_least
+from benchmarks.command import at_least, command_parser
 from benchmarks.fields.compare import RankAnswer, compare_on_rank, make_workload
 from benchmarks.fields.predicted import errors_of
 from benchmarks.fields.question import MODELS, Question
-from benchmarks.fields.report import Report, print_report, write_report
+from benchmarks.fields.report import Report, print_report
 from benchmarks.fields.variants import VARIANTS, named
 from benchmarks.pipelines.rankings import rankings
+from benchmarks.pipelines.report import write_report
 from torchrec_picasso import CommCurves
 from torchrec_picasso.app.cli.outputs import check_outputs
 from torchrec_picasso.app.launch.run_ranks import RankError
@@ -70,7 +71,7 @@ _TIMEOUT_S = 3600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answers one question.
+    """Runs one comparison.
 
     Returns:
         0; 2 where the options allow no answer.
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def answer(question: Question, curves: CommCurves | None = None) -> Report:
-    """Measures.
+    """Measures all variants of a question.
 
     Raises:
         RankError: If a rank fails.
@@ -106,7 +107,7 @@ def answer(question: Question, curves: CommCurves | None = None) -> Report:
         timeout_s=_TIMEOUT_S,
     )
     workload = make_workload(question)
-    found = rankings([of.results for of in answers], question.batch_size, 1)
+    found = rankings([answer.results for answer in answers], question.batch_size, 1)
     return Report(
         question=question,
         trained=workload.in_words(),
@@ -122,14 +123,13 @@ def answer(question: Question, curves: CommCurves | None = None) -> Report:
 
 def _question(args: argparse.Namespace) -> Question:
     names = {field.name for field in dataclasses.fields(Question)}
-    asked: dict[str, Any] = {name: of for name, of in vars(args).items() if name in names}
+    asked: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
     asked["variants"] = tuple(args.variants.split(","))
     return Question(**asked | {"rate_mbit": usable_rate(args.rate_mbit or None)})
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fields", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.fields", __doc__)
     add, default = parser.add_argument, Question()
     add("--rate-mbit", type=float, default=default.rate_mbit, help="0 = loopback (default: 1000)")
     names = ",".join(default.variants)

@@ -27,7 +27,7 @@ CLICK_COLUMNS = (
     *("article", "user", "session", "environment"),
     *("device", "os", "country", "region", "referrer"),
 )
-"""Of Globo's clicks."""
+"""Columns of Globo's clicks."""
 _UNIFORM_STEPS = 40
 
 
@@ -55,11 +55,12 @@ class ColumnsWorkload:
             )
             for name, ids in columns.items()
         )
-        rows_F = np.array([of.num_embeddings for of in self._fields])
+        rows_F = np.array([field.num_embeddings for field in self._fields])
         self._rows_NF = np.mod(np.stack(list(columns.values()), axis=1), rows_F)
         rng = np.random.default_rng(question.seed)
-        taste = [rng.normal(size=rows) for rows in rows_F]
-        logit_N = sum(of[rows] for of, rows in zip(taste, self._rows_NF.T)) / np.sqrt(len(taste))
+        tastes = [rng.normal(size=rows) for rows in rows_F]
+        logit_N = sum(taste_R[rows] for taste_R, rows in zip(tastes, self._rows_NF.T))
+        logit_N = logit_N / np.sqrt(len(tastes))
         self._dense_NI = rng.normal(size=(len(logit_N), NUM_DENSE)).astype(np.float32)
         chance_N = 1 / (1 + np.exp(-2 * logit_N - self._dense_NI[:, 0]))
         self._labels_N = (rng.random(len(logit_N)) < chance_N).astype(np.float32)
@@ -90,13 +91,14 @@ class ColumnsWorkload:
         return (self._batch(start) for start in reversed(starts))
 
     def in_words(self) -> str:
-        """What is trained, for the head of a report."""
+        """Description of the workload, for the head of a report."""
         return f"{self._question.data}, {self._question.dim} columns"
 
     def _batch(self, start: int) -> Batch:
-        of = slice(start, start + self._question.batch_size)
+        samples = slice(start, start + self._question.batch_size)
         features = [field.feature for field in self._fields]
-        return make_batch(self._labels_N[of], self._dense_NI[of], self._rows_NF[of], features)
+        columns = (self._labels_N[samples], self._dense_NI[samples], self._rows_NF[samples])
+        return make_batch(*columns, features)
 
 
 def _read(question: Question) -> Mapping[str, NDArray[np.int64]]:
@@ -110,7 +112,7 @@ def _read(question: Question) -> Mapping[str, NDArray[np.int64]]:
         if there.issuperset(names):
             table = pq.read_table(question.data, columns=list(names))
             missing_is_last = {name: table.column(name).fill_null(-1) for name in names}
-            return {name: np.asarray(of, dtype=np.int64) for name, of in missing_is_last.items()}
+            return {name: np.asarray(ids, dtype=np.int64) for name, ids in missing_is_last.items()}
     raise InputError(
         f"--data: {question.data} has neither Criteo's columns nor those of clicks "
         f"({', '.join(CLICK_COLUMNS)}); it has {', '.join(sorted(there))}"

@@ -1,4 +1,4 @@
-"""What every rank runs: curves and statistics, then all variants in turns."""
+"""Work of every rank: curves and statistics, then all variants in turns."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from benchmarks.fields.plans import (
     plan_table_wise,
 )
 from benchmarks.fields.predicted import Predicted, mean_of, predict
-from benchmarks.fields.question import COUNTED_STEPS, WARMUP_STEPS, Question
+from benchmarks.fields.question import Question
 from benchmarks.fields.sequences import SequencesWorkload
 from benchmarks.fields.trainer import VariantTrainer
 from benchmarks.fields.variants import named
 from benchmarks.fields.workload import Workload
 from benchmarks.fields.zoo import ZooWorkload
 from benchmarks.pipelines.memory import PeakMemory
-from benchmarks.pipelines.runner import RankResult, Runner
+from benchmarks.pipelines.runner import RankResult, Runner, take_turns
 from benchmarks.pipelines.variants import Variant
 from torchrec_picasso import CommCurves, FrequencyStats
 from torchrec_picasso.app.launch.progress import Progress
@@ -42,14 +42,14 @@ _MAX_BATCHES = 32
 
 @dataclass(frozen=True, kw_only=True)
 class RankAnswer:
-    """What one rank brings home.
+    """Results of one rank.
 
     Args:
-        results: Of the variants.
-        says: What the planner of each predicts, on the first rank.
-        chose: What each pipeline says of its modules and its choice.
-        predicted: What the cost model says of each, in its micro-batches, by curves from before and
-            after the turns; without those it has no price for.
+        results: Measurements of every variant.
+        says: Prediction of each variant's planner, on the first rank.
+        chose: Description of each pipeline's modules and settings.
+        predicted: Cost model's price of each variant, in its micro-batches, by curves from
+            before and after the turns; variants without a price are missing.
         dense_bytes: Sent per step to sum dense gradients.
         dense_ms: Forward and backward of the dense part, where it was measured.
     """
@@ -63,7 +63,7 @@ class RankAnswer:
 
 
 def make_workload(question: Question) -> Workload:
-    """What the question's variants train."""
+    """The workload of a question."""
     if question.zoo is not None:
         return ZooWorkload(question.zoo, question.hosts)
     if question.model == "sequences":
@@ -95,22 +95,15 @@ def compare_on_rank(
         progress.tell(f"{variant.name}, building and warming up")
         runner, trainer, says[variant.name] = bench.make(variant)
         trainers[variant.name] = trainer
-        runner.train(WARMUP_STEPS)
-        runner.settle(question.num_steps)
-        runner.count(COUNTED_STEPS)
+        runner.warm_up(question.num_steps)
         runners.append(runner)
         progress.advance()
-    for turn in range(question.rounds):
-        for runner in runners if turn % 2 == 0 else runners[::-1]:
-            progress.tell(f"{runner.variant.name}, round {turn + 1} of {question.rounds}")
-            runner.block(question.block_steps)
-            progress.advance()
-    progress.close()
+    take_turns(runners, question, progress)
     results = [runner.result() for runner in runners]
     return RankAnswer(
         results=results,
         says=says,
-        chose={name: describe_pipeline(of.pipeline) for name, of in trainers.items()},
+        chose={name: describe_pipeline(trainer.pipeline) for name, trainer in trainers.items()},
         predicted=bench.predict(results, trainers),
         dense_bytes=bench.decision.dense.parameter_bytes * 2 * (world_size - 1) / world_size,
         dense_ms=bench.decision.dense.total_ms,
@@ -118,7 +111,7 @@ def compare_on_rank(
 
 
 class _Bench:
-    """What all variants share: fields, batches, statistics and curves. Collective."""
+    """State shared by all variants: fields, batches, statistics and curves. Collective."""
 
     def __init__(
         self, rank: int, world_size: int, question: Question, curves: CommCurves | None
@@ -153,7 +146,7 @@ class _Bench:
     def predict(
         self, results: Sequence[RankResult], trainers: Mapping[str, VariantTrainer]
     ) -> dict[str, Predicted]:
-        """What the cost model says of the variants, once their turns are over.
+        """Prices of the variants by the cost model, once their turns are over.
 
         A machine's pace may change within the turns, so curves are measured once more, and the
         prediction is the mean of both.
@@ -161,9 +154,9 @@ class _Bench:
         later = self._decide(self._measure())
         dist.barrier()  # no rank leaves while another is at work
         predicted = {}
-        for of in results:
-            name = of.variant.name
-            pieces = of.num_micro_batches if of.variant.pipeline == "interleaved" else None
+        for result in results:
+            name = result.variant.name
+            pieces = result.num_micro_batches if result.variant.pipeline == "interleaved" else None
             placement = trainers[name].placement
             prices = [predict(by, placement, pieces) for by in (self.decision, later)]
             known = [price for price in prices if price is not None]

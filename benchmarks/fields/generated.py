@@ -18,7 +18,7 @@ class FieldsWorkload:
     """Fields that a seed draws.
 
     Args:
-        question: How many, and how large.
+        question: Number and sizes of the fields.
     """
 
     def __init__(self, question: Question) -> None:
@@ -44,8 +44,8 @@ class FieldsWorkload:
     def heldout(self, world_size: int, num_steps: int) -> Iterator[Batch]:
         """All ranks' batches of a stream that is never trained on."""
         shares = [self._source.heldout(rank, world_size) for rank in range(world_size)]
-        return (batch for of_step in itertools.islice(zip(*shares), num_steps) for batch in of_step)
+        return itertools.chain.from_iterable(itertools.islice(zip(*shares), num_steps))
 
     def in_words(self) -> str:
-        """What is trained, for the head of a report."""
+        """Description of the workload, for the head of a report."""
         return f"{len(self._fields)} generated fields"

@@ -28,7 +28,7 @@ class FieldsModel(nn.Module):
     """Logits of clicks.
 
     Args:
-        fields: What a sample has; their tables are on the meta device.
+        fields: Fields of a sample; their tables are on the meta device.
     """
 
     def __init__(self, fields: Sequence[FieldSpec]) -> None:
@@ -36,18 +36,18 @@ class FieldsModel(nn.Module):
         self.collection = EmbeddingBagCollection(
             tables=[
                 EmbeddingBagConfig(
-                    name=of.table,
-                    embedding_dim=of.dim,
-                    num_embeddings=of.num_embeddings,
-                    feature_names=[of.feature],
-                    pooling=PoolingType.MEAN if of.mean else PoolingType.SUM,
+                    name=field.table,
+                    embedding_dim=field.dim,
+                    num_embeddings=field.num_embeddings,
+                    feature_names=[field.feature],
+                    pooling=PoolingType.MEAN if field.mean else PoolingType.SUM,
                 )
-                for of in fields
+                for field in fields
             ],
             device=torch.device("meta"),
         )
-        self._names = [of.feature for of in fields]
-        width = NUM_DENSE + sum(of.dim for of in fields)
+        self._names = [field.feature for field in fields]
+        width = NUM_DENSE + sum(field.dim for field in fields)
         self.over_arch = nn.Sequential(nn.Linear(width, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, 1))
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
@@ -64,14 +64,14 @@ def model_tables(fields: Sequence[FieldSpec]) -> list[ModelTable]:
     """The model's tables, in its order."""
     return [
         ModelTable(
-            name=of.table,
+            name=field.table,
             module="collection",
-            num_embeddings=of.num_embeddings,
-            dim=of.dim,
-            ids_per_sample=of.pooling_factor,
-            mean=of.mean,
+            num_embeddings=field.num_embeddings,
+            dim=field.dim,
+            ids_per_sample=field.pooling_factor,
+            mean=field.mean,
         )
-        for of in fields
+        for field in fields
     ]
 
 

@@ -54,18 +54,18 @@ def plan_table_wise(
     tables: Sequence[ModelTable], model: nn.Module, pg: dist.ProcessGroup
 ) -> Planned:
     """Whole tables, the largest first, each to the rank that has the fewest bytes."""
-    homes = deal_by_size([of.num_embeddings * of.dim for of in tables], pg.size())
+    homes = deal_by_size([table.num_embeddings * table.dim for table in tables], pg.size())
     sharders = _stock_sharders()
     plans = {}
-    for path in dict.fromkeys(of.module for of in tables):
+    for path in dict.fromkeys(table.module for table in tables):
         module = model.get_submodule(path)
         (sharder,) = (s for s in sharders if s.module_type is type(module))
         plans[path] = construct_module_sharding_plan(
             module,
             {
-                of.name: table_wise(rank=rank, compute_kernel="fused")
-                for of, rank in zip(tables, homes)
-                if of.module == path
+                table.name: table_wise(rank=rank, compute_kernel="fused")
+                for table, rank in zip(tables, homes)
+                if table.module == path
             },
             sharder,
             local_size=1,
@@ -77,7 +77,7 @@ def plan_table_wise(
 
 
 def plan_bags(tables: Sequence[ModelTable], model: nn.Module, pg: dist.ProcessGroup) -> Planned:
-    """The same homes, but tables of pooled collections are hot/cold, and their bags travel."""
+    """The homes of :func:`plan_table_wise`; tables of pooled collections are hot/cold bags."""
     table_wise_plan = plan_table_wise(tables, model, pg).placement.plan
     for path in table_wise_plan.plan:
         if isinstance(model.get_submodule(path), EmbeddingBagCollection):
@@ -114,12 +114,12 @@ def plan_stock(
         topology=_topology(pg),
         batch_size=batch_size,
         constraints={
-            of.name: ParameterConstraints(
-                sharding_types=["table_wise"] if of.mean else ["table_wise", "row_wise"],
+            table.name: ParameterConstraints(
+                sharding_types=["table_wise"] if table.mean else ["table_wise", "row_wise"],
                 compute_kernels=["fused"],
-                pooling_factors=[of.ids_per_sample],
+                pooling_factors=[table.ids_per_sample],
             )
-            for of in tables
+            for table in tables
         },
         stats=NoopEmbeddingStats(),
         debug=False,
@@ -151,7 +151,7 @@ def decide_hot_cold(
     stats: FrequencyStats,
     curves: CommCurves,
 ) -> Decision:
-    """What this package's planner decides, on every rank by itself."""
+    """Decision of this package's planner, made on every rank by itself."""
     planner = _our_planner(pg, batch_size, None, stats, curves)
     planner.plan(model, _our_sharders())
     return planner.decision
@@ -179,9 +179,9 @@ def _topology(pg: dist.ProcessGroup) -> Topology:
 
 
 def _in_words(planner: Any) -> str:
-    of = summarize(planner.decision)
-    stock = f"{of['stock_ms']:.1f}" if of["stock_ms"] is not None else "-"
+    decision = summarize(planner.decision)
+    stock = f"{decision['stock_ms']:.1f}" if decision["stock_ms"] is not None else "-"
     return (
-        f"predicts {of['step_ms']:.1f} ms and {of['sent_bytes'] / 1e6:.2f} MB per step, "
-        f"all stock {stock} ms"
+        f"predicts {decision['step_ms']:.1f} ms and {decision['sent_bytes'] / 1e6:.2f} MB "
+        f"per step, all stock {stock} ms"
     )

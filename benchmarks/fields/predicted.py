@@ -1,4 +1,4 @@
-"""What the planner's cost model says of a variant: of its own plan, or of one made by hand."""
+"""Prices by the planner's cost model: of a plan it made, or of one made by hand."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torchrec_picasso.planner.decision import Decision
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """One step.
+    """Prediction of one step.
 
     Args:
-        step_ms: Of the schedule that runs.
-        wire_ms: No schedule is faster.
-        compute_ms: Likewise.
-        sent_bytes: Per rank, without the dense part.
+        step_ms: Step time of the schedule that runs.
+        wire_ms: Time on the wire, a lower bound of any schedule.
+        compute_ms: Time of local work, a lower bound, too.
+        sent_bytes: Bytes per rank, without the dense part.
     """
 
     step_ms: float
@@ -37,14 +37,14 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """How far predictions are from what was measured; shares of the measured value.
+    """Differences of predictions from measurements, as shares of the measured value.
 
     Args:
-        step: Of each variant, above 0 where it took less than predicted.
-        sent_bytes: Likewise.
-        median_step: Of their sizes.
-        worst_step: Likewise.
-        worst_bytes: Likewise.
+        step: Error of each variant's step, above 0 where it took less than predicted.
+        sent_bytes: Error of each variant's bytes.
+        median_step: Median size of the steps' errors.
+        worst_step: Largest error of a step.
+        worst_bytes: Largest error of a variant's bytes.
         ours_over_best: Step of the planner's choice to that of the fastest other variant.
     """
 
@@ -104,7 +104,7 @@ def predict(
 
 
 def mean_of(prices: Sequence[Predicted]) -> Predicted:
-    """Of one variant, by curves from several moments."""
+    """Mean of predictions by curves from several moments."""
     names = [field.name for field in dataclasses.fields(Predicted)]
     return Predicted(**{name: fmean(getattr(price, name) for price in prices) for name in names})
 
@@ -115,12 +115,15 @@ def errors_of(
     """Compares."""
     if not predicted:
         return None
-    step = {name: of.step_ms / found[name].step_ms[1] - 1 for name, of in predicted.items()}
-    sent = {
-        name: (of.sent_bytes + dense_bytes) / found[name].metered_bytes_per_step - 1
-        for name, of in predicted.items()
+    step = {
+        name: prediction.step_ms / found[name].step_ms[1] - 1
+        for name, prediction in predicted.items()
     }
-    others = [of.step_ms[1] for name, of in found.items() if name != "ours"]
+    sent = {
+        name: (prediction.sent_bytes + dense_bytes) / found[name].metered_bytes_per_step - 1
+        for name, prediction in predicted.items()
+    }
+    others = [standing.step_ms[1] for name, standing in found.items() if name != "ours"]
     ours = found["ours"].step_ms[1] / min(others) if "ours" in found and others else None
     return Errors(
         step=step,

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.fields.predicted import Errors, Predicted
 from benchmarks.fields.question import Question
 from benchmarks.fields.workload import ModelTable
 from benchmarks.pipelines.rankings import Standing
 from benchmarks.pipelines.report import FIGURES_HEAD, figures_line
-from torchrec_picasso.app.cli.outputs import write_result
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The whole answer, as it is written.
+    """Results of a comparison, as they are written.
 
     Args:
-        question: What was measured.
-        trained: What was trained, in words.
-        tables: Of the model.
-        variants: By name.
-        says: What each one's planner predicts.
-        chose: What each one's pipeline says of its modules and its choice.
-        predicted: What the cost model says of each that has a price.
-        errors: Of these.
+        question: Settings of the comparison.
+        trained: Description of the workload.
+        tables: Tables of the model.
+        variants: Figures of each variant, by name.
+        says: Prediction of each variant's planner.
+        chose: Description of each pipeline's modules and settings.
+        predicted: Cost model's price of each variant that has one.
+        errors: Errors of these prices.
         dense_ms: Forward and backward of the dense part, where it was measured.
     """
 
@@ -42,29 +39,24 @@ class Report:
     dense_ms: float = 0.0
 
 
-def write_report(report: Report, path: str | Path) -> None:
-    """Writes all numbers, and what they were measured on."""
-    write_result(dataclasses.asdict(report), path)
-
-
 def print_report(report: Report) -> None:
     """Prints the table, and each variant's plan."""
     question, found = report.question, report.variants
-    ids = sum(of.ids_per_sample for of in report.tables)
+    ids = sum(table.ids_per_sample for table in report.tables)
     print(
         f"{report.trained}, {len(report.tables)} tables, {ids:.0f} ids per sample: "
         f"{question.hosts} hosts x {question.batch_size} samples, {question.link}"
     )
     width = max(16, *(len(name) + 2 for name in found))
     print(f"  {'':<{width}}{FIGURES_HEAD}")
-    for name, of in found.items():
-        print(f"  {name:<{width}}{figures_line(of)}")
+    for name, standing in found.items():
+        print(f"  {name:<{width}}{figures_line(standing)}")
     for line in _predictions(report):
         print(line)
-    for name, of in found.items():
-        print(f"  plan of {name}: {plan_in_words(of, report.says[name])}")
-    for name, of in found.items():
-        if of.is_interleaved:
+    for name, standing in found.items():
+        print(f"  plan of {name}: {plan_in_words(standing, report.says[name])}")
+    for name, standing in found.items():
+        if standing.is_interleaved:
             print(f"  pipeline of {name}: {'; '.join(report.chose[name].splitlines())}")
 
 
@@ -72,10 +64,10 @@ def _predictions(report: Report) -> Iterator[str]:
     errors = report.errors
     if errors is None:
         return
-    for name, of in report.predicted.items():
+    for name, prediction in report.predicted.items():
         yield (
-            f"  predicted for {name}: {of.step_ms:.1f} ms ({errors.step[name]:+.0%}), "
-            f"{of.wire_ms:.1f} on the wire, {of.compute_ms:.1f} of work, "
+            f"  predicted for {name}: {prediction.step_ms:.1f} ms ({errors.step[name]:+.0%}), "
+            f"{prediction.wire_ms:.1f} on the wire, {prediction.compute_ms:.1f} of work, "
             f"bytes {errors.sent_bytes[name]:+.1%}"
         )
     yield (
@@ -86,8 +78,8 @@ def _predictions(report: Report) -> Iterator[str]:
         yield f"  ours takes {errors.ours_over_best:.3f} of the fastest other's step"
 
 
-def plan_in_words(of: Standing, says: str) -> str:
+def plan_in_words(standing: Standing, says: str) -> str:
     """One line: tables by kind, hot rows, and what the planner predicts."""
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(of.tables.items()))
-    hot = f" with {of.hot_rows} hot rows" if "hot_cold" in of.tables else ""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(standing.tables.items()))
+    hot = f" with {standing.hot_rows} hot rows" if "hot_cold" in standing.tables else ""
     return f"{kinds}{hot}{'; ' if says else ''}{says}"

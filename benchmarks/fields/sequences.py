@@ -24,7 +24,7 @@ class SequencesWorkload:
     """Clicks with histories.
 
     Args:
-        path: Of real rows; ``None`` = generated ones.
+        path: File of real rows; ``None`` = generated ones.
         batch_size: Samples per rank and step.
         seed: Draws batches, dense weights and generated rows.
         max_rows: Most rows of a table; larger ids are taken modulo this.
@@ -57,9 +57,9 @@ class SequencesWorkload:
                 module=f"embeddings.collections.target_{_SEQUENCE_DIM}",
                 num_embeddings=clicks.num_rows(target),
                 dim=_SEQUENCE_DIM,
-                ids_per_sample=1 + float(np.mean(of.lengths_n)),
+                ids_per_sample=1 + float(np.mean(history.lengths_n)),
             )
-            for target, of in clicks.histories.items()
+            for target, history in clicks.histories.items()
         ]
         profiles = [
             ModelTable(
@@ -87,7 +87,7 @@ class SequencesWorkload:
     def heldout(self, world_size: int, num_steps: int) -> Iterator[Batch]:
         """All ranks' batches that hot rows are chosen from.
 
-        Of samples without an order they are drawn anew from the same ones.
+        Samples without an order are drawn again from the same ones.
         """
         return (
             self._batch(HELDOUT, rank, step)
@@ -96,12 +96,12 @@ class SequencesWorkload:
         )
 
     def in_words(self) -> str:
-        """What is trained, for the head of a report."""
-        of = "generated clicks" if self._path is None else self._path
+        """Description of the workload, for the head of a report."""
+        origin = "generated clicks" if self._path is None else self._path
         order = " in time order" if self._clicks.in_time_order else ""
         history = next(iter(self._clicks.histories.values()))
         mean = float(np.mean(history.lengths_n))
-        return f"{of}{order}, histories of {mean:.1f} clicks on average"
+        return f"{origin}{order}, histories of {mean:.1f} clicks on average"
 
     def _batch(self, stream: int, rank: int, step: int) -> Batch:
         return self._clicks.batch(self._shares.samples(stream, rank, step))

@@ -8,25 +8,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
-from torchrec.distributed.train_pipeline import TrainPipeline
 
 from benchmarks.fields.plans import Planned
-from benchmarks.fields.variants import make_pipeline
-from benchmarks.pipelines.variants import Variant
+from benchmarks.pipelines.variants import Variant, pipeline_maker
 from torchrec_picasso.app.config import OptimizerConfig
 from torchrec_picasso.app.runs.trainer import shard_model
 
 
 class VariantTrainer:
-    """What trains for one variant. Collective: every rank makes one, in the same order.
+    """Model and pipeline of one variant. Collective: every rank makes one, in the same order.
 
     Args:
-        variant: Who trains.
+        variant: Variant that is trained.
         model: Before sharding.
         planned: Where its tables go.
         pg: The ranks.
         seed: Draws the tables' first weights, the same for every plan.
-        optimizer: Of the dense part.
+        optimizer: Optimizer of the dense part.
     """
 
     def __init__(
@@ -40,12 +38,7 @@ class VariantTrainer:
     ) -> None:
         self.placement, device = planned.placement, torch.device("cpu")
         self._model, both = shard_model(model, self.placement, pg, device, seed, optimizer)
-        self._pipeline = make_pipeline(variant, self._model, both, device)
-
-    @property
-    def pipeline(self) -> TrainPipeline:
-        """What trains."""
-        return self._pipeline
+        self.pipeline = pipeline_maker(variant)(self._model, both, device)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
         """Trains on the given batches, one at a time, until they end. Collective.
@@ -57,7 +50,7 @@ class VariantTrainer:
         stream = iter(batches)
         while True:
             try:
-                loss, _, _ = self._pipeline.progress(stream)
+                loss, _, _ = self.pipeline.progress(stream)
             except StopIteration:
                 return
             yield loss

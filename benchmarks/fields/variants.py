@@ -1,18 +1,13 @@
-"""Who takes part: a plan under a train pipeline."""
+"""Variants: a plan under a train pipeline."""
 
 from __future__ import annotations
 
-import torch
-from torchrec.distributed.train_pipeline import TrainPipeline
-
-from benchmarks.pipelines.variants import Variant, pipeline_options
-from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.app.runs.pipelines import sparse_dist
+from benchmarks.pipelines.variants import Variant
 from torchrec_picasso.errors import ConfigError
 
 VARIANTS = {
-    of.name: of
-    for of in (
+    variant.name: variant
+    for variant in (
         Variant(name="table_wise", placement="table_wise"),
         Variant(name="planner", placement="planner"),
         Variant(name="table_wise_ours", placement="table_wise", pipeline="interleaved"),
@@ -33,21 +28,9 @@ def named(names: tuple[str, ...]) -> list[Variant]:
         ConfigError: If there is none of a name, or none of them is stock.
     """
     found = [VARIANTS.get(name) or _by_hand(name) for name in names]
-    if not any(of.is_stock for of in found):
+    if not any(variant.is_stock for variant in found):
         raise ConfigError("--variants: there is no stock one to compare with; add table_wise")
     return found
-
-
-def make_pipeline(
-    variant: Variant,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-) -> TrainPipeline:
-    """What trains; the interleaved pipeline chooses what the variant does not tell."""
-    if variant.pipeline != "interleaved":
-        return sparse_dist(model, optimizer, device)
-    return InterleavedTrainPipeline(model, optimizer, device, **pipeline_options(variant))
 
 
 def _by_hand(name: str) -> Variant:

@@ -1,4 +1,4 @@
-"""What variants train: a model, its tables and its batches."""
+"""Workloads: a model, its tables and its batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ModelTable:
     """One table of a model.
 
     Args:
-        name: Of the table.
+        name: Name of the table.
         module: Path of its collection in the model.
         num_embeddings: Rows.
         dim: Columns.
@@ -51,4 +51,4 @@ class Workload(Protocol):
         """All ranks' batches that hot rows are chosen from."""
 
     def in_words(self) -> str:
-        """What is trained, for the head of a report."""
+        """Description of the workload, for the head of a report."""

@@ -22,7 +22,7 @@ class ZooWorkload:
     """A configuration's model and samples.
 
     Args:
-        config: What is trained.
+        config: Configuration of the model and its data.
         world_size: Ranks that share a step.
     """
 
@@ -37,15 +37,15 @@ class ZooWorkload:
         lookups = dict(zip(features.keys(), features.length_per_key()))
         return [
             ModelTable(
-                name=of.name,
+                name=table.name,
                 module=path,
-                num_embeddings=of.num_embeddings,
-                dim=of.dim,
-                ids_per_sample=sum(lookups[name] for name in of.features)
+                num_embeddings=table.num_embeddings,
+                dim=table.dim,
+                ids_per_sample=sum(lookups[name] for name in table.features)
                 / self._config.data.batch_size,
             )
             for path, module in collections_of(build_model(self._config, self._source))
-            for of in tables_of(module)
+            for table in tables_of(module)
         ]
 
     def model(self) -> nn.Module:
@@ -68,10 +68,10 @@ class ZooWorkload:
             for rank in range(world_size)
         ]
         steps = itertools.islice(zip(*shares), num_steps)
-        return (batch for of_step in steps for batch in of_step)
+        return itertools.chain.from_iterable(steps)
 
     def in_words(self) -> str:
-        """What is trained, for the head of a report."""
+        """Description of the workload, for the head of a report."""
         data = self._config.data
         samples = data.path or f"generated {data.kind}"
         return f"{self._config.model.kind}, {samples}"

@@ -28,7 +28,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 
-from benchmarks.command import at_least
+from benchmarks.command import at_least, command_parser
 from benchmarks.first_use.compare import Found, compare
 from benchmarks.first_use.streams import STREAMS, read_stream
 from torchrec_picasso.app.cli.outputs import check_outputs, write_result
@@ -77,7 +77,7 @@ def _count(stream: str, args: argparse.Namespace, left_out: list[str]) -> list[F
         return found
     for batch_size, hot_rows in itertools.product(args.batch_sizes, args.hot_rows):
         try:
-            for of in compare(
+            for result in compare(
                 stream,
                 samples,
                 batch_size=batch_size,
@@ -87,22 +87,22 @@ def _count(stream: str, args: argparse.Namespace, left_out: list[str]) -> list[F
                 world_size=args.ranks,
                 num_steps=args.steps,
             ):
-                print(_line(of), flush=True)
-                found.append(of)
+                print(_line(result), flush=True)
+                found.append(result)
         except PicassoError as error:
             left_out.append(str(error))
     return found
 
 
-def _line(of: Found) -> str:
+def _line(result: Found) -> str:
     first, each, clustered = (
         number / 1e6
-        for number in (of.first_use_bytes, of.per_micro_batch_bytes, of.clustered_bytes)
+        for number in (result.first_use_bytes, result.per_micro_batch_bytes, result.clustered_bytes)
     )
     return (
-        f"{of.stream:14} {of.batch_size:7,} {of.micro_batches:3} {of.hot_rows:8,}"
-        f" {of.lookups:9,.0f} {first:10.2f} {each:16.2f} {of.ratio:6.2f}"
-        f" {clustered:7.2f} {of.clustered_ratio:5.2f} ({of.clustered_by})"
+        f"{result.stream:14} {result.batch_size:7,} {result.micro_batches:3} {result.hot_rows:8,}"
+        f" {result.lookups:9,.0f} {first:10.2f} {each:16.2f} {result.ratio:6.2f}"
+        f" {clustered:7.2f} {result.clustered_ratio:5.2f} ({result.clustered_by})"
     )
 
 
@@ -114,19 +114,18 @@ def _document(
         "question": question,
         "found": [
             {
-                **dataclasses.asdict(of),
-                "ratio": round(of.ratio, 4),
-                "clustered_ratio": round(of.clustered_ratio, 4),
+                **dataclasses.asdict(result),
+                "ratio": round(result.ratio, 4),
+                "clustered_ratio": round(result.clustered_ratio, 4),
             }
-            for of in found
+            for result in found
         ],
         "left_out": list(left_out),
     }
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_use", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.first_use", __doc__)
     add = parser.add_argument
     add("--data", default=_DATA, metavar="DIR", help=f"folder of the files (default: {_DATA})")
     add("--streams", nargs="+", choices=STREAMS, default=STREAMS, help="what is counted")

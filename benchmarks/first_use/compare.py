@@ -17,18 +17,18 @@ from torchrec_picasso.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What one stream sends, per rank and step, mean of some steps.
+    """Traffic of one stream, per rank and step, mean of some steps.
 
     Args:
-        stream: Its name.
+        stream: Name of the stream.
         batch_size: Samples per rank and step.
-        micro_batches: K.
-        steps: How many were counted.
+        micro_batches: Micro-batches of a step, K.
+        steps: Number of counted steps.
         lookups: Ids of a batch.
         hot_rows: Rows with replicas.
         first_use_bytes: Every row once, in the chunk of its first use.
         per_micro_batch_bytes: Each micro-batch's own unique rows.
-        clustered_bytes: The same, samples sorted by one column.
+        clustered_bytes: Bytes per micro-batch with the samples sorted by one column.
         clustered_by: The column that saves most.
     """
 
@@ -50,7 +50,7 @@ class Found:
 
     @property
     def clustered_ratio(self) -> float:
-        """The same with its samples sorted."""
+        """The ratio with its samples sorted."""
         return self.clustered_bytes / self.first_use_bytes
 
 
@@ -95,7 +95,7 @@ def compare(
         sizes_K = micro_batch_sizes(batch_size, num)
         by_column = {
             column: per_rank(
-                tables.per_micro_batch([_sorted_by(column, of) for of in batches], sizes_K)
+                tables.per_micro_batch([_sorted_by(column, batch) for batch in batches], sizes_K)
                 for batches in batches_of_steps
             )
             for column in (*samples.profiles, *samples.targets)
@@ -108,9 +108,11 @@ def compare(
             steps=len(batches_of_steps),
             lookups=sum(map(tables.lookups, batches_of_steps)) / share,
             hot_rows=tables.num_hot_rows,
-            first_use_bytes=per_rank(tables.first_use(of, sizes_K) for of in batches_of_steps),
+            first_use_bytes=per_rank(
+                tables.first_use(batches, sizes_K) for batches in batches_of_steps
+            ),
             per_micro_batch_bytes=per_rank(
-                tables.per_micro_batch(of, sizes_K) for of in batches_of_steps
+                tables.per_micro_batch(batches, sizes_K) for batches in batches_of_steps
             ),
             clustered_bytes=by_column[best],
             clustered_by=best,

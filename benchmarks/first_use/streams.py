@@ -55,7 +55,7 @@ class Steps:
     """Cuts a stream into the batches of steps, evenly spread.
 
     Args:
-        samples: Of the stream.
+        samples: Samples of the stream.
         batch_size: Samples per rank and step.
         world_size: Ranks.
         num_steps: Most steps; a short stream has fewer.
@@ -90,7 +90,8 @@ def _criteo(path: Path) -> Clicks:
 def _generated() -> dict[str, np.ndarray]:
     data = DataConfig(batch_size=_NUM_GENERATED, max_rows=_MAX_ROWS)
     batch = next(GeneratedSource(data, seed=0).batches(0, 1))
-    return {name: of.values().numpy() for name, of in batch.sparse_features.to_dict().items()}
+    features = batch.sparse_features.to_dict()
+    return {name: feature.values().numpy() for name, feature in features.items()}
 
 
 def _alimama(path: Path) -> Clicks:

@@ -1,4 +1,4 @@
-"""What travels in a step, from the package's own requests of its batches; nothing is sent.
+"""Traffic of a step, from the package's own requests of its batches; nothing is sent.
 
 Counted is what all ranks send: an id of each cold row that is at home elsewhere, its row back, its
 gradient, and headers; and the sum of hot rows' gradients, once a step however it is cut. A request
@@ -30,12 +30,12 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Travel:
-    """What all ranks together send in a step.
+    """Traffic of all ranks together in a step.
 
     Args:
         rows: Cold rows that travel; each also has an id and a gradient that does.
         hot_rows: Rows whose gradients are summed over ranks.
-        sent_bytes: Of everything.
+        sent_bytes: Bytes of ids, rows, gradients and headers.
     """
 
     rows: int
@@ -138,8 +138,8 @@ class Tables:
                 )
             )
             base += num_rows
-        nobody: Any = None  # requests are made, and not sent
-        return RowGroup(tables, [], nobody, _CPU)
+        no_pg: Any = None  # requests are made, and not sent
+        return RowGroup(tables, [], no_pg, _CPU)
 
 
 def _num_bytes(values: Tensor) -> int:

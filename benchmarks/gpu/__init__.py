@@ -1,4 +1,4 @@
-"""What one GPU can tell: races between streams, the price of the exchange, hot rows over UVM.
+"""Checks on one GPU: races between streams, cost of the exchange, hot rows over UVM.
 
     python -m benchmarks.gpu -o gpu.json
 

@@ -1,4 +1,4 @@
-"""What one GPU can tell: races between streams, the price of the exchange, hot rows over UVM.
+"""Checks on one GPU: races between streams, cost of the exchange, hot rows over UVM.
 
     python -m benchmarks.gpu -o gpu.json
     python -m benchmarks.gpu --parts streams --repeats 100
@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.command import at_least
+from benchmarks.command import at_least, command_parser
 from benchmarks.gpu.overhead import overhead
 from benchmarks.gpu.report import PartReport, describe_parts
 from benchmarks.gpu.requirements import describe_machine, missing_piece
@@ -73,7 +73,7 @@ def run_parts(settings: GpuSettings, parts: Sequence[str], out: str | None) -> i
         document = {
             "environment": machine,
             "settings": dataclasses.asdict(settings),
-            "parts": {name: dataclasses.asdict(of) for name, of in zip(parts, reports)},
+            "parts": {name: dataclasses.asdict(report) for name, report in zip(parts, reports)},
         }
         Path(out).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return int(any(report.problems for report in reports))
@@ -90,8 +90,7 @@ def _run_part(name: str, settings: GpuSettings) -> PartReport:
 
 def _parser() -> argparse.ArgumentParser:
     usual = GpuSettings()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.gpu", __doc__)
     add = parser.add_argument
     add("-o", "--out", metavar="FILE", help="JSON to write")
     add("--parts", type=_parts, default=",".join(PARTS), metavar="A,B", help="parts to run")

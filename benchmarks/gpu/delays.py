@@ -32,7 +32,7 @@ class RandomDelays(TorchDispatchMode):
 
     Args:
         streams: Side streams.
-        seed: Of the moments, streams and lengths.
+        seed: Seed of the moments, streams and lengths.
     """
 
     def __init__(self, streams: Sequence[torch.cuda.Stream], seed: int) -> None:

@@ -1,4 +1,4 @@
-"""What the unique exchange costs where there is nothing to exchange: on one GPU.
+"""Overhead of the unique exchange on one GPU, where there is nothing to exchange.
 
 Stock table-wise sharding looks rows up by one fused kernel. The unique path sorts ids, gathers
 unique rows and pools them, which pays only where rows have to travel; on one rank it is all
@@ -46,13 +46,13 @@ def overhead(rank: int, world_size: int, settings: GpuSettings) -> PartReport:
     rows = [
         {
             "variant": name,
-            "step ms": f"{of.median_ms:.2f}",
-            "quartiles": f"{of.low_ms:.2f} to {of.high_ms:.2f}",
-            "x stock": f"{of.ratio:.2f}",
-            "by round": f"{of.ratio_range[0]:.2f} to {of.ratio_range[1]:.2f}",
+            "step ms": f"{timing.median_ms:.2f}",
+            "quartiles": f"{timing.low_ms:.2f} to {timing.high_ms:.2f}",
+            "x stock": f"{timing.ratio:.2f}",
+            "by round": f"{timing.ratio_range[0]:.2f} to {timing.ratio_range[1]:.2f}",
             "host syncs": f"{sum(syncs[name].values()):.1f}" if device.type == "cuda" else "-",
         }
-        for name, of in found.items()
+        for name, timing in found.items()
     ]
     notes = [
         f"host syncs per step of {name}: "
@@ -65,7 +65,7 @@ def overhead(rank: int, world_size: int, settings: GpuSettings) -> PartReport:
         rows=rows,
         notes=notes,
         facts={
-            "timings": {name: asdict(of) for name, of in found.items()},
+            "timings": {name: asdict(timing) for name, timing in found.items()},
             "step_ms": step_ms,
             "host_syncs_per_step": syncs,
         },

@@ -1,4 +1,4 @@
-"""What a part reports, how medians and ratios are taken, and how it all is printed."""
+"""Reports of the parts, their medians and ratios, and how they are printed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PartReport:
         name: The part.
         rows: Lines of its table: column to text, the same columns in each.
         notes: Lines below the table.
-        problems: What is not as it should be; the command then ends with exit code 1.
+        problems: Failed checks; if there is one, the command ends with exit code 1.
         facts: Everything measured, for JSON.
     """
 

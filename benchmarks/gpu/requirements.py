@@ -15,7 +15,7 @@ _AN_OPERATOR = "fbgemm::permute_1D_sparse_data"  # every build has it, CUDA buil
 
 
 def missing_piece() -> str | None:
-    """What stands between this machine and the check, or ``None``."""
+    """First requirement that this machine does not meet, or ``None``."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     if not dist.is_nccl_available():

@@ -1,4 +1,4 @@
-"""Does the interleaved pipeline train the same model whatever the streams' timing?
+"""Does the interleaved pipeline train the same model under any timing of the streams?
 
 Each pipeline trains again and again from the same weights on the same batches, undelayed first and
 then with random delays on its streams. A race shows as a difference to the plain loop of stock
@@ -55,7 +55,7 @@ class PlainLoop(TrainPipeline):
 
 @dataclass(frozen=True)
 class _Run:
-    """What a few steps left behind, on the CPU."""
+    """Losses and weights of a few steps, on the CPU."""
 
     losses: Tensor
     weights: Mapping[str, Tensor]
@@ -74,7 +74,7 @@ class PipelineRuns:
     Args:
         loss_difference: Largest relative one of any loss of any run to the plain loop's.
         weight_difference: Largest of any weight after any run, relative to the table's largest.
-        unequal_runs: How many runs differ from the first, which had no delays, in any bit.
+        unequal_runs: Number of runs that differ from the first, which had no delays, in any bit.
     """
 
     loss_difference: float
@@ -176,18 +176,19 @@ def judge(
     """Says what is a problem: a difference too large, or bits that only our pipelines change."""
     problems = [f"{name} raised {error}" for name, error in failures.items()]
     problems += [
-        f"{name}: losses differ by {of.loss_difference:.0e}, weights by {of.weight_difference:.0e}"
-        for name, of in found.items()
-        if of.loss_difference > LOSS_TOLERANCE or of.weight_difference > WEIGHT_TOLERANCE
+        f"{name}: losses differ by {runs.loss_difference:.0e}, weights by "
+        f"{runs.weight_difference:.0e}"
+        for name, runs in found.items()
+        if runs.loss_difference > LOSS_TOLERANCE or runs.weight_difference > WEIGHT_TOLERANCE
     ]
     notes = []
     if found[_STOCK].unequal_runs:
         notes.append("the plain loop's own runs are not bit-equal, so bits prove nothing here")
     else:
         problems += [
-            f"{name}: {of.unequal_runs} of {repeats} runs are not equal to the first to the bit"
-            for name, of in found.items()
-            if of.unequal_runs
+            f"{name}: {runs.unequal_runs} of {repeats} runs are not equal to the first to the bit"
+            for name, runs in found.items()
+            if runs.unequal_runs
         ]
         problems += [
             f"K={num_micro}: lookahead on and off are not equal to the bit"
@@ -197,11 +198,11 @@ def judge(
     rows = [
         {
             "pipeline": name,
-            "loss diff.": f"{of.loss_difference:.1e}",
-            "weight diff.": f"{of.weight_difference:.1e}",
-            "bit-equal runs": f"{repeats - of.unequal_runs} of {repeats}",
+            "loss diff.": f"{runs.loss_difference:.1e}",
+            "weight diff.": f"{runs.weight_difference:.1e}",
+            "bit-equal runs": f"{repeats - runs.unequal_runs} of {repeats}",
         }
-        for name, of in found.items()
+        for name, runs in found.items()
     ]
     return PartReport(
         name="streams: interleaved pipeline against the plain loop, with random delays",
@@ -210,7 +211,7 @@ def judge(
         problems=problems,
         facts={
             "repeats": repeats,
-            "found": {name: vars(of) for name, of in found.items()},
+            "found": {name: vars(runs) for name, runs in found.items()},
             "lookahead_is_bit_equal": {str(k): equal for k, equal in ahead_equal.items()},
         },
     )

@@ -34,7 +34,7 @@ class Kernel:
     Args:
         kernel: TorchRec's compute kernel.
         load_factor: Share of a table's rows that its cache holds; ``None`` = no cache.
-        hot_rows: Of a hot/cold placement; ``None`` = stock table-wise.
+        hot_rows: Hot rows of a hot/cold placement; ``None`` = stock table-wise.
     """
 
     kernel: EmbeddingComputeKernel
@@ -97,13 +97,13 @@ def uvm(rank: int, world_size: int, settings: GpuSettings) -> PartReport:
     rows = [
         {
             "variant": name,
-            "step ms": f"{of.median_ms:.2f}",
-            "quartiles": f"{of.low_ms:.2f} to {of.high_ms:.2f}",
-            f"x {reference}": f"{of.ratio:.2f}",
-            "by round": f"{of.ratio_range[0]:.2f} to {of.ratio_range[1]:.2f}",
+            "step ms": f"{timing.median_ms:.2f}",
+            "quartiles": f"{timing.low_ms:.2f} to {timing.high_ms:.2f}",
+            f"x {reference}": f"{timing.ratio:.2f}",
+            "by round": f"{timing.ratio_range[0]:.2f} to {timing.ratio_range[1]:.2f}",
             "HBM MB": f"{hbm_bytes[name] / _MB:.0f}" if device.type == "cuda" else "-",
         }
-        for name, of in found.items()
+        for name, timing in found.items()
     ]
     in_hbm = replicas_are_in_hbm(list(hbm_bytes.values()), size)
     return PartReport(
@@ -112,7 +112,7 @@ def uvm(rank: int, world_size: int, settings: GpuSettings) -> PartReport:
         notes=[f"{num_rows} rows in 26 tables, device memory for {size.hot_rows} of them"],
         problems=placement_problems(device, in_hbm),
         facts={
-            "timings": {name: asdict(of) for name, of in found.items()},
+            "timings": {name: asdict(timing) for name, timing in found.items()},
             "step_ms": step_ms,
             "hbm_bytes": hbm_bytes,
             "replicas_in_hbm": in_hbm,
@@ -127,7 +127,7 @@ def replicas_are_in_hbm(hbm_bytes: list[int], size: ModelSize) -> bool:
 
 
 def placement_problems(device: torch.device, in_hbm: bool) -> list[str]:
-    """What is wrong if replicas are not where they should be; nothing on the CPU."""
+    """Failed checks of the replicas' memory; none on the CPU."""
     if device.type != "cuda" or in_hbm:
         return []
     return ["device memory did not grow by the replicas, so they are in host memory"]

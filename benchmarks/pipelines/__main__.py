@@ -20,7 +20,7 @@ in the same forms.
 
 --scenario NAME asks what was published under that name; options beside it replace its own.
 
-What is reported:
+Reported figures:
 
 - A step lasts as long as on its slowest rank, each timing its own progress(). Samples per second
   are of all ranks, by the median block.
@@ -47,7 +47,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.cluster import ClusterError, usable_rate
-from benchmarks.command import at_least
+from benchmarks.command import at_least, command_parser
 from benchmarks.pipelines.answer import answer, check_question
 from benchmarks.pipelines.question import GENERATED, SCENARIOS, TOWERS, VARIANTS, Question
 from benchmarks.pipelines.report import print_report, write_report
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _question(args: argparse.Namespace) -> Question:
     names = {field.name for field in dataclasses.fields(Question)}
-    given: dict[str, Any] = {name: of for name, of in vars(args).items() if name in names}
+    given: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
     if "variants" in given:
         given["variants"] = tuple(given["variants"].split(","))
     # a scenario that generates its ids reads no file
@@ -89,8 +89,7 @@ def _question(args: argparse.Namespace) -> Question:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipelines", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.pipelines", __doc__)
     add = parser.add_argument
     own = argparse.SUPPRESS  # not given = the question's or the scenario's own
     add(

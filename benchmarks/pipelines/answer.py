@@ -31,7 +31,7 @@ def check_question(question: Question, curves: str | None = None) -> None:
     if curves and Path(curves).is_file():
         CommCurves.from_json(curves)
     variants = [parse_variant(name) for name in question.variants]
-    if not any(of.is_stock and of.pipeline == "sparse_dist" for of in variants):
+    if not any(variant.is_stock and variant.pipeline == "sparse_dist" for variant in variants):
         raise ConfigError("--variants: there is no stock one to compare with; add table_wise")
     data = question.config().data
     check_source(make_source(data, seed=0), question.world_size)

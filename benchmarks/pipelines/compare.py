@@ -1,4 +1,4 @@
-"""What every rank runs: curves if they are missing, the probes, and the finalists in turns."""
+"""Work of every rank: curves if they are missing, probes, and finalists in turns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from benchmarks.pipelines.memory import PeakMemory
 from benchmarks.pipelines.probes import choose_finalists
-from benchmarks.pipelines.question import COUNTED_STEPS, WARMUP_STEPS, Question
-from benchmarks.pipelines.runner import RankResult, Runner, dlrm_trainer
+from benchmarks.pipelines.question import Question
+from benchmarks.pipelines.runner import RankResult, Runner, dlrm_trainer, take_turns
 from benchmarks.pipelines.variants import parse_variant
 from torchrec_picasso.app.cli.calibrate import calibrate_on_rank
 from torchrec_picasso.app.launch.progress import Progress
@@ -26,12 +26,12 @@ _CURVES_FULL_MBIT = 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankAnswer:
-    """What one rank brings home.
+    """Results of one rank.
 
     Args:
-        results: Of the variants of the final run.
+        results: Measurements of the final run's variants.
         probe_ms: Step time of every stock variant that was probed.
-        left_out: Why a variant that was asked for did not run.
+        left_out: Reason why a requested variant did not run.
     """
 
     results: list[RankResult]
@@ -54,8 +54,7 @@ def compare_on_rank(rank: int, world_size: int, question: Question, curves: str)
     num_batches = min(_MAX_BATCHES, question.num_steps)
     batches = list(itertools.islice(source.batches(rank, world_size), num_batches))
     finalists, probe_ms, left_out = choose_finalists(rank, variants, question, source, batches)
-    per_finalist = 1 + question.num_steps
-    progress = Progress("compare", len(finalists) * per_finalist, shown=rank == 0)
+    progress = Progress("compare", len(finalists) * (question.rounds + 1), shown=rank == 0)
     runners = []
     for variant in finalists:
         progress.tell(f"{variant.name}, building and warming up")
@@ -67,17 +66,10 @@ def compare_on_rank(rank: int, world_size: int, question: Question, curves: str)
             on_links=question.rate_mbit is not None,
             memory=memory,
         )
-        runner.train(WARMUP_STEPS)
-        runner.settle(question.num_steps)
-        runner.count(COUNTED_STEPS)
+        runner.warm_up(question.num_steps)
         runners.append(runner)
-        progress.advance(1 + WARMUP_STEPS + COUNTED_STEPS)
-    for turn in range(question.rounds):
-        for runner in runners if turn % 2 == 0 else runners[::-1]:
-            progress.tell(f"{runner.variant.name}, round {turn + 1} of {question.rounds}")
-            runner.block(question.block_steps)
-            progress.advance(1 + question.block_steps)
-    progress.close()
+        progress.advance()
+    take_turns(runners, question, progress)
     results = [runner.result() for runner in runners]
     return RankAnswer(results=results, probe_ms=probe_ms, left_out=left_out)
 

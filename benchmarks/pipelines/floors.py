@@ -1,4 +1,4 @@
-"""What bounds a step: its bytes at the link's rate, and its compute on one rank alone."""
+"""Lower bounds of a step: its bytes at the link's rate, its compute on one rank alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIMEOUT_S = 1800.0
 def floors(
     question: Question, found: Mapping[str, Standing], compute_ms: float
 ) -> dict[str, float | None]:
-    """What a step of our best variant is bounded by.
+    """Lower bounds of a step of our best variant.
 
     Returns:
         ``wire_ms`` (``None`` on loopback), ``compute_ms``, ``step_ms`` of that variant and
@@ -61,5 +61,5 @@ def compute_floor_ms(question: Question) -> float:
 
 
 def _keep_to_one_core(rank: int) -> None:
-    """As the ranks of an emulated cluster."""
+    """Pins the process, as the ranks of an emulated cluster are."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

@@ -12,8 +12,8 @@ _RESET_PEAK = "5"
 class PeakMemory:
     """Bytes of this process above those that it holds now: tables, state, buffers, steps.
 
-    What was freed before is given back to the system first, or one variant would live in what
-    another has left. Linux tells it; elsewhere nothing is told.
+    Freed memory is given back to the system first, or one variant would reuse what another has
+    left. Only Linux reports these figures.
     """
 
     def __init__(self) -> None:
@@ -31,5 +31,5 @@ class PeakMemory:
 
 
 def _status_bytes(name: str) -> int:
-    (line,) = (of for of in _STATUS.read_text().splitlines() if of.startswith(f"{name}:"))
+    (line,) = (line for line in _STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) << 10

@@ -1,4 +1,4 @@
-"""Which stock variants meet ours: timed alone, since not all fit into memory together."""
+"""Choice of the stock finalists: timed alone, since not all fit into memory together."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def choose_finalists(
     Collective.
 
     Returns:
-        Who takes turns; step time of every stock variant that was probed, ms; and why a
+        The finalists; step time of every stock variant that was probed, ms; and why a
         variant that was asked for does not take part.
     """
     stock = [c for c in variants if c.is_stock and c.placement]

@@ -1,4 +1,4 @@
-"""What is asked: cluster, data, model, how long, and who takes part."""
+"""Settings of a comparison: cluster, data, model, number of steps, and variants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VARIANTS = (
 
 _AUTOMATIC, _BY_HAND = ("hot_cold", "interleaved"), ("interleaved:4:5000", "interleaved:8:0")
 _BEST_STOCK = "table_wise"
-"""Of the stock plans of this model at 1 Gbit/s; where a step takes seconds, only it takes part."""
+"""Fastest stock plan of this model at 1 Gbit/s; alone where a step takes seconds."""
 _FEW = {"rounds": 4, "block_steps": 3}
 SCENARIOS: dict[str, dict[str, Any]] = {
     "1gbit_thin": {},
@@ -45,32 +45,56 @@ WARMUP_STEPS, COUNTED_STEPS = 3, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is measured.
+class Settings:
+    """Settings that every comparison has.
 
     Args:
-        data: A Criteo file, or a name in :data:`GENERATED`.
         hosts: Hosts of the cluster.
-        ranks_per_host: Ranks on each.
         rate_mbit: Rate of each host's link, Mbit/s; ``None`` = loopback.
         batch_size: Samples per rank and step.
-        dim: Columns of every table.
-        towers: A name in :data:`TOWERS`.
         max_rows: Cap on a table's rows; ids wrap around.
         heldout_steps: Global batches that hot rows are chosen from, and none is trained on.
         rounds: Turns of every variant.
         block_steps: Timed steps of a turn.
-        variants: Their names.
+        variants: Names of the variants.
+    """
+
+    hosts: int = 2
+    rate_mbit: float | None = 1000.0
+    batch_size: int
+    max_rows: int = 100_000
+    heldout_steps: int
+    rounds: int
+    block_steps: int
+    variants: tuple[str, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that every variant takes, without those of a pipeline's choice."""
+        return WARMUP_STEPS + COUNTED_STEPS + self.rounds * (self.block_steps + 1)
+
+    @property
+    def link(self) -> str:
+        """The links in words."""
+        return f"{self.rate_mbit:g} Mbit/s" if self.rate_mbit is not None else "loopback"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question(Settings):
+    """Settings of a comparison of pipelines.
+
+    Args:
+        data: A Criteo file, or a name in :data:`GENERATED`.
+        ranks_per_host: Ranks on each host.
+        dim: Columns of every table.
+        towers: A name in :data:`TOWERS`.
     """
 
     data: str
-    hosts: int = 2
     ranks_per_host: int = 1
-    rate_mbit: float | None = 1000.0
     batch_size: int = 4096
     dim: int = 128
     towers: str = "thin"
-    max_rows: int = 100_000
     heldout_steps: int = 4
     rounds: int = 6
     block_steps: int = 4
@@ -80,16 +104,6 @@ class Question:
     def world_size(self) -> int:
         """Ranks of all hosts."""
         return self.hosts * self.ranks_per_host
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that every variant takes before its data end."""
-        return WARMUP_STEPS + COUNTED_STEPS + self.rounds * (self.block_steps + 1)
-
-    @property
-    def link(self) -> str:
-        """The links in words."""
-        return f"{self.rate_mbit:g} Mbit/s" if self.rate_mbit is not None else "loopback"
 
     def config(self) -> TrainConfig:
         """The training run, but for the placement."""

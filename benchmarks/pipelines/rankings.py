@@ -15,12 +15,12 @@ class Standing:
     """One variant's numbers over all ranks; the command's help says how each is defined.
 
     Args:
-        samples_per_s: Of all ranks together.
-        ratio: Of its samples per second to the best stock variant's.
-        ratio_by_round: The same, round by round.
+        samples_per_s: Samples per second of all ranks together.
+        ratio: Samples per second over the best stock variant's.
+        ratio_by_round: Ratio of each round.
         step_ms: Quartiles: 25, 50 and 75 %.
-        cpu_s_per_step: Of all ranks.
-        link_bytes_per_step: Of the busiest host; ``None`` on loopback.
+        cpu_s_per_step: CPU seconds of all ranks.
+        link_bytes_per_step: Bytes of the busiest host; ``None`` on loopback.
         metered_bytes_per_step: Mean over ranks.
         collectives_per_step: That rank 0 takes part in.
         exposed_share: 0 to 1.
@@ -28,13 +28,13 @@ class Standing:
         max_loss_difference: Largest relative one to the stock variant that trains this model.
         trains_same_model: ``False`` where row-wise Adagrad is cut by columns.
         is_stock: Whether nothing of this package is in it.
-        tables: How many tables are sharded in which way.
+        tables: Number of tables by sharding type.
         hot_rows: Replicated rows.
         is_interleaved: Whether its pipeline is the interleaved one.
         num_micro_batches: That an interleaved pipeline used; ``None`` if it chose and does not say.
-        lookahead: The same.
+        lookahead: Lookahead that it used; ``None`` as above.
         block_step_ms: Time of every timed step, block by block.
-        losses: Of every global batch.
+        losses: Loss of every global batch.
     """
 
     samples_per_s: float
@@ -62,11 +62,11 @@ class Standing:
 def rankings(
     results_RC: Sequence[Sequence[RankResult]], batch_size: int, ranks_per_host: int
 ) -> dict[str, Standing]:
-    """What the ranks measured, by variant."""
+    """Figures of all ranks together, by variant."""
     results_CR = list(zip(*results_RC))
-    block_s = {of[0].variant.name: _block_step_s(of) for of in results_CR}
-    losses = {of[0].variant.name: _mean_losses(of) for of in results_CR}
-    stock = [of[0] for of in results_CR if of[0].variant.is_stock]
+    block_s = {ranks[0].variant.name: _block_step_s(ranks) for ranks in results_CR}
+    losses = {ranks[0].variant.name: _mean_losses(ranks) for ranks in results_CR}
+    stock = [ranks[0] for ranks in results_CR if ranks[0].variant.is_stock]
     best_stock = min((r.variant.name for r in stock), key=lambda name: median(block_s[name]))
     reference = next((r for r in stock if r.trains_same_model), stock[0]).variant.name
     found = {}
@@ -90,10 +90,10 @@ def rankings(
             metered_bytes_per_step=fmean(result.metered_bytes for result in ranks),
             collectives_per_step=ranks[0].collectives,
             exposed_share=max(0.0, 1 - thread_s / wall_s),
-            peak_bytes=max((of.peak_bytes or 0 for of in ranks), default=0) or None,
+            peak_bytes=max((result.peak_bytes or 0 for result in ranks), default=0) or None,
             max_loss_difference=max(
-                abs(loss - of_stock) / abs(of_stock)
-                for loss, of_stock in zip(losses[name], losses[reference])
+                abs(loss - stock_loss) / abs(stock_loss)
+                for loss, stock_loss in zip(losses[name], losses[reference])
             ),
             trains_same_model=ranks[0].trains_same_model,
             is_stock=ranks[0].variant.is_stock,

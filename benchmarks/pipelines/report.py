@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.pipelines.question import Question
 from benchmarks.pipelines.rankings import Standing
 from torchrec_picasso.app.cli.outputs import write_result
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _LEAST_EXPOSED = 0.05
 _MB = 1e6
@@ -21,14 +25,14 @@ FIGURES_HEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The whole answer, as it is written.
+    """Results of a comparison, as they are written.
 
     Args:
-        question: What was measured.
-        variants: Of the final run.
+        question: Settings of the comparison.
+        variants: Figures of the final run.
         probe_ms: Step time of every stock variant that was probed.
-        left_out: Why a variant that was asked for did not run.
-        floors: As :func:`benchmarks.pipelines.floors.floors` gives them.
+        left_out: Reason why a requested variant did not run.
+        floors: Lower bounds by :func:`benchmarks.pipelines.floors.floors`.
     """
 
     question: Question
@@ -38,8 +42,8 @@ class Report:
     floors: dict[str, float | None]
 
 
-def write_report(report: Report, path: str | Path) -> None:
-    """Writes all numbers, and what they were measured on."""
+def write_report(report: DataclassInstance, path: str | Path) -> None:
+    """Writes all numbers of a report, and a description of the machine."""
     write_result(dataclasses.asdict(report), path)
 
 
@@ -58,21 +62,22 @@ def print_report(report: Report) -> None:
         print(f"  left out: {name} ({reason})")
     width = max(22, *(len(name) + 3 for name in found))
     print(f"  {'':<{width}}{FIGURES_HEAD}")
-    for name, of in found.items():
-        print(f"  {name + ('' if of.trains_same_model else ' *'):<{width}}{figures_line(of)}")
-    if not all(of.trains_same_model for of in found.values()):
+    for name, standing in found.items():
+        label = name if standing.trains_same_model else f"{name} *"
+        print(f"  {label:<{width}}{figures_line(standing)}")
+    if not all(standing.trains_same_model for standing in found.values()):
         print("  * tables cut by columns have a row-wise Adagrad state per cut: another optimizer")
-    for name, of in found.items():
-        if not of.is_stock:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in of.tables.items())
-            print(f"  {name}: {kinds}; {of.hot_rows} hot rows")
+    for name, standing in found.items():
+        if not standing.is_stock:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in standing.tables.items())
+            print(f"  {name}: {kinds}; {standing.hot_rows} hot rows")
     bounds = report.floors
     wire = "-" if bounds["wire_ms"] is None else f"{bounds['wire_ms']:.0f} ms"
     print(
         f"  floors of a step: wire {wire}, compute {bounds['compute_ms']:.0f} ms; our best takes "
         f"{bounds['step_ms']:.0f} ms, {bounds['step_over_floor']:.2f} of the larger one"
     )
-    exposed = max(of.exposed_share for of in found.values() if of.is_stock)
+    exposed = max(standing.exposed_share for standing in found.values() if standing.is_stock)
     if exposed < _LEAST_EXPOSED:
         print(f"  stock waits for {exposed:.0%} of its step: no placement or pipeline can win here")
 
@@ -87,16 +92,19 @@ def schedule_in_words(
     return "auto" if num_micro_batches is None else str(num_micro_batches), ahead
 
 
-def figures_line(of: Standing) -> str:
+def figures_line(standing: Standing) -> str:
     """One variant's figures, under :data:`FIGURES_HEAD`."""
-    low, middle, high = of.step_ms
-    rounds = f"{min(of.ratio_by_round):.2f} to {max(of.ratio_by_round):.2f}"
-    link_mb = f"{of.link_bytes_per_step / _MB:.2f}" if of.link_bytes_per_step else "-"
-    peak_mb = f"{of.peak_bytes / _MB:.0f}" if of.peak_bytes else "-"
-    micro, ahead = schedule_in_words(of.is_interleaved, of.num_micro_batches, of.lookahead)
+    low, middle, high = standing.step_ms
+    rounds = f"{min(standing.ratio_by_round):.2f} to {max(standing.ratio_by_round):.2f}"
+    link_mb = f"{standing.link_bytes_per_step / _MB:.2f}" if standing.link_bytes_per_step else "-"
+    peak_mb = f"{standing.peak_bytes / _MB:.0f}" if standing.peak_bytes else "-"
+    micro, ahead = schedule_in_words(
+        standing.is_interleaved, standing.num_micro_batches, standing.lookahead
+    )
     return (
-        f"{of.samples_per_s:>10.0f}{of.ratio:>9.2f}{rounds:>14}{middle:>9.1f}"
-        f"{f'{low:.1f} to {high:.1f}':>17}{of.cpu_s_per_step:>8.3f}{link_mb:>9}"
-        f"{of.metered_bytes_per_step / _MB:>10.2f}{of.collectives_per_step:>7.0f}"
-        f"{of.exposed_share:>9.0%}{peak_mb:>9}{of.max_loss_difference:>12.0e}{micro:>6}{ahead:>7}"
+        f"{standing.samples_per_s:>10.0f}{standing.ratio:>9.2f}{rounds:>14}{middle:>9.1f}"
+        f"{f'{low:.1f} to {high:.1f}':>17}{standing.cpu_s_per_step:>8.3f}{link_mb:>9}"
+        f"{standing.metered_bytes_per_step / _MB:>10.2f}{standing.collectives_per_step:>7.0f}"
+        f"{standing.exposed_share:>9.0%}{peak_mb:>9}"
+        f"{standing.max_loss_difference:>12.0e}{micro:>6}{ahead:>7}"
     )

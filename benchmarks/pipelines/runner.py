@@ -26,8 +26,10 @@ from torchrec.distributed.train_pipeline import TrainPipeline
 from benchmarks.cluster.enter_host import HOST_INTERFACE
 from benchmarks.cluster.namespaces import tool_path
 from benchmarks.pipelines.memory import PeakMemory
+from benchmarks.pipelines.question import COUNTED_STEPS, WARMUP_STEPS, Settings
 from benchmarks.pipelines.variants import Variant, pipeline_maker
 from torchrec_picasso.app.config import TrainConfig
+from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.runs.pipelines import is_settled
 from torchrec_picasso.app.runs.placements import Placement
 from torchrec_picasso.app.runs.trainer import Trainer
@@ -45,7 +47,7 @@ _LAST_EARLY_CHECK = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """What one rank measured in one turn.
+    """Measurements of one rank in one turn.
 
     Args:
         step_s: Wall seconds of each timed step.
@@ -63,21 +65,21 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """What one rank measured of one variant.
+    """Measurements of one rank and one variant.
 
     Args:
-        variant: Which one.
-        blocks: Its turns.
+        variant: Measured variant.
+        blocks: Measurements of each turn.
         losses: This rank's loss of every step until its data ended.
         metered_bytes: Bytes that this rank sent per step, by the byte meter.
         collectives: Collectives per step.
-        tables: How many tables are sharded in which way.
-        hot_rows: Replicated rows.
+        tables: Number of tables by sharding type.
+        hot_rows: Number of replicated rows.
         trains_same_model: Whether it trains what an unsharded model would.
         peak_bytes: Most memory of this rank that it took, up to its counted steps; ``None`` where
             the system does not tell.
-        num_micro_batches: That an interleaved pipeline used; ``None`` if it chose and does not say.
-        lookahead: The same.
+        num_micro_batches: Number that an interleaved pipeline used; ``None`` if it does not say.
+        lookahead: Lookahead that it used; ``None`` as above.
     """
 
     variant: Variant
@@ -100,7 +102,7 @@ class Trains(Protocol):
 
     @property
     def pipeline(self) -> TrainPipeline:
-        """What trains."""
+        """The train pipeline."""
         ...
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
@@ -112,8 +114,8 @@ class Runner:
     """A variant at work. Collective: every rank makes one and calls the same methods.
 
     Args:
-        variant: Who trains.
-        trainer: Its model and pipeline.
+        variant: Measured variant.
+        trainer: Model and pipeline of the variant.
         batches: This rank's batches, used again and again.
         on_links: Whether this rank's host has a link of its own, whose bytes can be counted.
         memory: Begun before the trainer was made.
@@ -138,7 +140,7 @@ class Runner:
         self._num_metered = self._sent_bytes = self._num_collectives = 0
 
     def train(self, num_steps: int) -> None:
-        """Takes steps that nobody looks at."""
+        """Trains steps without measuring them."""
         for _ in range(num_steps):
             self._losses.append(next(self._steps))
 
@@ -156,6 +158,12 @@ class Runner:
             raise AssertionError(f"{self.variant.name} chose nothing in {_CHOICE_STEPS} steps")
         if (schedule_used(self.variant, self._pipeline)[0] or 1) > 1:
             self.train(steps_past_checks(len(self._losses), num_ahead))
+
+    def warm_up(self, num_ahead: int) -> None:
+        """Takes the steps before the turns, ``num_ahead`` of which follow in all."""
+        self.train(WARMUP_STEPS)
+        self.settle(num_ahead)
+        self.count(COUNTED_STEPS)
 
     def count(self, num_steps: int) -> None:
         """Takes steps under the byte meter, which slows them."""
@@ -184,7 +192,7 @@ class Runner:
         return block
 
     def result(self) -> RankResult:
-        """What this rank measured. Ends the data: batches that were read ahead are trained."""
+        """Measurements of this rank. Ends the data: batches that were read ahead are trained."""
         self._batches.end()
         collections.deque(self._steps, maxlen=0)
         tables, hot_rows, is_exact = _describe(self._placement)
@@ -220,8 +228,18 @@ class Runner:
         return link_bytes, cpu_s
 
 
+def take_turns(runners: Sequence[Runner], settings: Settings, progress: Progress) -> None:
+    """Runs every runner's blocks in rounds of alternating order. Collective."""
+    for turn in range(settings.rounds):
+        for runner in runners if turn % 2 == 0 else runners[::-1]:
+            progress.tell(f"{runner.variant.name}, round {turn + 1} of {settings.rounds}")
+            runner.block(settings.block_steps)
+            progress.advance()
+    progress.close()
+
+
 class _UntilEnded:
-    """Batches again and again, until somebody ends them."""
+    """Cycles through batches until :meth:`end`."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches, self._is_ended = itertools.cycle(batches), False
@@ -242,7 +260,7 @@ class _UntilEnded:
 def dlrm_trainer(
     variant: Variant, config: TrainConfig, source: BatchSource, curves: str | None = None
 ) -> Trainer:
-    """What trains a DLRM for a variant. Collective."""
+    """Trainer of a DLRM for a variant. Collective."""
     return Trainer(
         _with_sharding(config, variant, curves),
         source,

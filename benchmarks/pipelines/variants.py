@@ -1,4 +1,4 @@
-"""Who takes part: a placement under a train pipeline, from its name on the command line."""
+"""Variants: a placement under a train pipeline, from its name on the command line."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Variant:
     """A placement and the pipeline that trains it.
 
     Args:
-        name: As given on the command line.
+        name: Name on the command line.
         placement: One of :data:`.app.config.PLACEMENTS`; empty = the best stock one.
         pipeline: ``"sparse_dist"``, ``"fused"`` or ``"interleaved"``.
-        hot_rows: Of a hot/cold placement; ``None`` = the planner's own choice.
-        num_micro_batches: Of the interleaved pipeline; ``None`` = its own choice.
-        lookahead: Of the interleaved pipeline; ``None`` = its own choice.
+        hot_rows: Hot rows of a hot/cold placement; ``None`` = the planner's own choice.
+        num_micro_batches: Micro-batches of the interleaved pipeline; ``None`` = its own choice.
+        lookahead: Lookahead of the interleaved pipeline; ``None`` = its own choice.
         num_waves: Waves that its tables travel in.
     """
 
@@ -100,7 +100,7 @@ def parse_variant(name: str) -> Variant:
 
 
 def pipeline_options(variant: Variant) -> dict[str, Any]:
-    """What the interleaved pipeline is told; ``None`` = it chooses itself."""
+    """Settings of the interleaved pipeline; ``None`` = it chooses itself."""
     lookahead = variant.lookahead
     if not variant.chooses:
         lookahead = lookahead is not False
@@ -108,7 +108,7 @@ def pipeline_options(variant: Variant) -> dict[str, Any]:
 
 
 def pipeline_maker(variant: Variant) -> MakePipeline:
-    """What makes its pipeline."""
+    """Factory of the variant's pipeline."""
     makers: dict[str, MakePipeline] = {
         "sparse_dist": sparse_dist,
         "fused": TrainPipelineFusedSparseDist,

@@ -8,7 +8,6 @@ Every question keeps what it has in the folder, so a run that was cut off goes o
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command_parser
 from benchmarks.reliability import (
     checkpoint_moves,
     drift,
@@ -44,10 +44,10 @@ class _Question:
 
 
 def _as_it_is(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: of for key, of in document.items() if key not in ("environment", "lines")}
+    return {key: value for key, value in document.items() if key not in ("environment", "lines")}
 
 
-def _of_drift(document: Mapping[str, Any]) -> dict[str, Any]:
+def _sum_up_drift(document: Mapping[str, Any]) -> dict[str, Any]:
     shares = drift.moved_shares(document)
     return {
         "steps": document["num_steps"],
@@ -58,9 +58,9 @@ def _of_drift(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_soak(document: Mapping[str, Any]) -> dict[str, Any]:
+def _sum_up_soak(document: Mapping[str, Any]) -> dict[str, Any]:
     sides = {
-        side: {key: of for key, of in document[side].items() if key != "looks_of_first_rank"}
+        side: {key: value for key, value in document[side].items() if key != "looks_of_first_rank"}
         for side in ("ours", "stock")
     }
     weights = ("weights_compared", "weights_apart_at_most")
@@ -82,11 +82,11 @@ _QUESTIONS = {
     ),
     "faults": _Question(faults.main, _summary_of("faults"), _as_it_is),
     "link_faults": _Question(link_faults.main, _summary_of("link_faults"), _as_it_is),
-    "soak": _Question(soak.main, {"soak": "soak.json"}, _of_soak),
+    "soak": _Question(soak.main, {"soak": "soak.json"}, _sum_up_soak),
     "drift": _Question(
         drift.main,
         {"drift_globo": "drift_globo.json", "drift_criteo": "drift_criteo.json"},
-        _of_drift,
+        _sum_up_drift,
         needs_data=True,
     ),
 }
@@ -97,12 +97,12 @@ def _ask(name: str, folder: Path, data: str | None) -> int:
     if question.needs_data and data is None:
         print(f"{name}: passed over, it needs --data-folder", flush=True)
         return 0
-    of_data = ["--data-folder", str(data)] if question.needs_data else []
-    return question.main(["-o", str(folder), *of_data])
+    data_options = ["--data-folder", str(data)] if question.needs_data else []
+    return question.main(["-o", str(folder), *data_options])
 
 
 def _found(folder: Path) -> dict[str, Any]:
-    """What the questions have in the folder."""
+    """Results of the questions in the folder."""
     return {
         name: question.sums_up(json.loads((folder / file).read_text()))
         for question in _QUESTIONS.values()
@@ -117,8 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; else what a question that failed returned.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability")
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.reliability", __doc__)
     parser.add_argument("-o", "--out", required=True, metavar="FOLDER", help="results go there")
     parser.add_argument("--data-folder", metavar="FOLDER", help="real ids, for drift")
     parser.add_argument("--only", nargs="+", choices=_QUESTIONS, default=list(_QUESTIONS))

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 
 def disk_is_full() -> NoReturn:
-    """What a write to a full disk raises."""
+    """Raises the error of a write to a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

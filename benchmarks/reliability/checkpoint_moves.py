@@ -8,8 +8,8 @@ saved; a model under another plan on other ranks, which has trained something el
 Then weights and optimizer state must be the saved ones bit for bit, and the losses of the next 5
 steps those of stock TorchRec on as many ranks that was never saved, to rounding.
 
-What stock TorchRec cannot do either must be refused: row-wise Adagrad keeps a value per row of each
-column shard, so column-wise tables load into as many column shards only.
+Moves that stock TorchRec cannot make either must be refused: row-wise Adagrad keeps a value per
+row of each column shard, so column-wise tables load into as many column shards only.
 
 FOLDER gets a line in moves.jsonl per finished move and a checkpoint_moves_summary.json; a rerun
 goes on from there.
@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.command import read_lines
+from benchmarks.command import command_parser, read_lines
 from benchmarks.reliability.move_jobs import (
     LOSS_RTOL,
     STEP,
@@ -55,8 +55,8 @@ def run_moves(folder: Path, moves: Sequence[Move]) -> Iterator[Outcome]:
     left = [move for move in moves if move.name not in known]
     _save_sources(folder, left)
     left.sort(key=lambda move: move.target.world_size)
-    for world_size, of_size in itertools.groupby(left, key=lambda move: move.target.world_size):
-        moves = sorted(of_size, key=lambda move: (move.optimizer, move.target))
+    for world_size, group in itertools.groupby(left, key=lambda move: move.target.world_size):
+        moves = sorted(group, key=lambda move: (move.optimizer, move.target))
         for start in range(0, len(moves), _PER_LAUNCH):
             yield from _load(folder, world_size, moves[start : start + _PER_LAUNCH])
 
@@ -147,11 +147,7 @@ def _summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.reliability.checkpoint_moves",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("benchmarks.reliability.checkpoint_moves", __doc__)
     add = parser.add_argument
     add("-o", "--out", type=Path, required=True, metavar="FOLDER", help="outcomes, checkpoints")
     add("--plans", nargs="+", choices=PLANS, default=PLANS)

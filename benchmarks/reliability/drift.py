@@ -16,7 +16,6 @@ is learned. The figures are those of the hot rows in use, counted on the batches
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import defaultdict
@@ -39,6 +38,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from benchmarks.command import command_parser
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
     HotColdParams,
@@ -94,7 +94,7 @@ class Stream:
         return len(self.ids_NF) // (world_size * self.batch_size)
 
     def samples(self, step: int, world_size: int) -> slice:
-        """Those of a global batch."""
+        """Samples of a global batch."""
         size = world_size * self.batch_size
         return slice(step * size, (step + 1) * size)
 
@@ -185,7 +185,7 @@ def sharded(
         plan=ShardingPlan(plan={"ebc": plan}),
         sharders=[sharder],
     )
-    dense = [of for name, of in sharded.named_parameters() if "over" in name]
+    dense = [parameter for name, parameter in sharded.named_parameters() if "over" in name]
     return sharded, torch.optim.SGD(dense, lr=0.05)
 
 
@@ -250,14 +250,14 @@ def measure(stream: Stream, world_size: int = 2) -> dict[str, Any]:
     by_hour = {}
     before: Ids | None = None
     for hour in np.unique(stream.hour_N).tolist():
-        of_hour = stream.ids_NF[stream.hour_N == hour]
+        ids_of_hour = stream.ids_NF[stream.hour_N == hour]
         by_hour[hour] = {
-            "lookups": of_hour.size,
-            "oracle": _coverage(stream, stream.most_used(of_hour), of_hour),
-            "hour_before": None if before is None else _coverage(stream, before, of_hour),
+            "lookups": ids_of_hour.size,
+            "oracle": _coverage(stream, stream.most_used(ids_of_hour), ids_of_hour),
+            "hour_before": None if before is None else _coverage(stream, before, ids_of_hour),
             **{name: runs[name][0]["coverage"].get(hour) for name in runs},
         }
-        before = stream.most_used(of_hour)
+        before = stream.most_used(ids_of_hour)
     return {
         "num_rows": stream.num_rows,
         "num_hot": stream.num_hot,
@@ -280,13 +280,14 @@ def _coverage(stream: Stream, hot: Ids, ids: Ids) -> float:
 def summary_of(found: dict[str, Any], skipped_hours: int = 2) -> dict[str, float]:
     """Means over hours, those left out that the first hot rows were chosen from."""
     hours = [
-        of
-        for hour, of in found["by_hour"].items()
-        if int(hour) >= skipped_hours and of[_REFRESHED] is not None
+        shares
+        for hour, shares in found["by_hour"].items()
+        if int(hour) >= skipped_hours and shares[_REFRESHED] is not None
     ]
     named = (_FROZEN, _REFRESHED, "oracle", "hour_before")
     means = {
-        name: float(np.mean([of[name] for of in hours if of[name] is not None])) for name in named
+        name: float(np.mean([shares[name] for shares in hours if shares[name] is not None]))
+        for name in named
     }
     return {**means, "of_oracle": means[_REFRESHED] / means["oracle"]}
 
@@ -305,11 +306,11 @@ def _print(name: str, found: dict[str, Any]) -> None:
         f"half at most {max(settled):.3%}; losses within {found['loss_difference']:.1e}"
     )
     if len(found["by_hour"]) > 1:
-        of = summary_of(found)
+        summary = summary_of(found)
         print(
-            f"  coverage by hour, mean: refreshed {of[_REFRESHED]:.3f}, that is "
-            f"{of['of_oracle']:.3f} of an oracle's {of['oracle']:.3f}; the hour before's "
-            f"{of['hour_before']:.3f}, frozen {of[_FROZEN]:.3f}"
+            f"  coverage by hour, mean: refreshed {summary[_REFRESHED]:.3f}, that is "
+            f"{summary['of_oracle']:.3f} of an oracle's {summary['oracle']:.3f}; the hour before's "
+            f"{summary['hour_before']:.3f}, frozen {summary[_FROZEN]:.3f}"
         )
 
 
@@ -319,8 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 2 where the options allow no answer.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability.drift")
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.reliability.drift", __doc__)
     parser.add_argument("-o", "--out", required=True, metavar="FOLDER", help="results go there")
     parser.add_argument(
         "--data-folder", required=True, metavar="FOLDER", help="Globo's clicks, Criteo's samples"

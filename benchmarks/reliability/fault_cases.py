@@ -1,4 +1,4 @@
-"""Which faults are injected: what strikes, where, and how the ranks were started."""
+"""Injected faults: their kind, their place, and how the ranks were started."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Case:
     Args:
         kind: One of :data:`KINDS`.
         launcher: One of :data:`LAUNCHERS`.
-        seed: Of everything else.
+        seed: Seed of everything else.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of the case, its folder and its outcome."""
+        """Name of the case, its folder and its outcome."""
         return f"{self.kind}-{self.launcher}-{self.seed}"
 
     @property
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def rank(self) -> int:
-        """Whom it strikes."""
+        """Rank that it strikes."""
         return self.chance.randrange(WORLD_SIZE)
 
     @property

@@ -1,4 +1,4 @@
-"""What ranks do under a fault: a run of the command line, which something strikes on one of them.
+"""Ranks under a fault: a run of the command line, with a fault injected on one of them.
 
 Under torchrun: ``python -m benchmarks.reliability.fault_ranks CONFIG RESULT CASE``; a fault strikes
 on the first start only. CASE ``-`` is a run without one.

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import append_line, read_lines
+from benchmarks.command import append_line, command_parser, read_lines
 from benchmarks.reliability.fault_cases import (
     EVERY_STEPS,
     KINDS,
@@ -51,7 +51,7 @@ from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 LOSS_RTOL = 1e-5
-"""Settings are tried anew after a restart, so sums have other orders."""
+"""Settings are tried again after a restart, so sums have other orders."""
 _AUC_DIFFERENCE = 1e-3
 _RESULTS, _SUMMARY = "faults.jsonl", "faults_summary.json"
 _RUN_S, _JOB_S = 120, 240
@@ -62,9 +62,9 @@ class Outcome:
     """How a case went.
 
     Args:
-        name: The case's.
+        name: Name of the case.
         verdict: ``survived``, ``named`` or ``failed``.
-        detail: What was said, or what went wrong.
+        detail: Printed message, or the failure.
         resumed_from: Steps that the last start had from a checkpoint.
         losses_apart: Largest relative difference of the losses after it.
     """
@@ -104,7 +104,7 @@ def inject(folder: Path, cases: Sequence[Case]) -> Iterator[Outcome]:
 
 
 def _unbroken(folder: Path) -> dict[str, Any]:
-    """What a run gives that nothing strikes."""
+    """Result of a run without a fault."""
     kept = folder / "unbroken.json"
     if not kept.exists():
         work = folder / "unbroken"
@@ -243,7 +243,7 @@ class _Job:
             raise
 
     def kill_when_struck(self) -> None:
-        """Ends the ranks and who started them at once."""
+        """Ends the ranks and their launcher at once."""
         until_s = time.monotonic() + _JOB_S
         while not (self._work / "struck").exists():
             if self._process.poll() is not None or time.monotonic() > until_s:
@@ -253,7 +253,7 @@ class _Job:
         self._kill()
 
     def said(self) -> str:
-        """What was printed."""
+        """The printed text."""
         return self._log.read_text(encoding="utf-8")
 
     def _kill(self) -> None:
@@ -331,11 +331,7 @@ def _summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.reliability.faults",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("benchmarks.reliability.faults", __doc__)
     add = parser.add_argument
     add("-o", "--out", type=Path, required=True, metavar="FOLDER", help="outcomes go there")
     add("--launchers", nargs="+", choices=LAUNCHERS, default=tuple(LAUNCHERS))

@@ -4,14 +4,13 @@
 
 Two hosts on one machine, each with a link of its own. At a step one link goes down: for some
 seconds, then training must go on to the losses of a run with a whole link; or for good, then every
-rank must raise within the process group's timeout, and tell in which operation it waited for whom.
+rank must raise within the process group's timeout, and name the operation and the awaited rank.
 
 FOLDER gets a line in link_faults.jsonl per case and a link_faults_summary.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import shutil
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster.emulated import EmulatedCluster, why_unavailable
-from benchmarks.command import append_line, read_lines
+from benchmarks.command import append_line, command_parser, read_lines
 from benchmarks.reliability.small_model import rank_batch
 from benchmarks.reliability.small_trainer import SmallTrainer
 from torchrec_picasso import InterleavedTrainPipeline
@@ -49,7 +48,7 @@ class Drop:
     """A link that goes down.
 
     Args:
-        host: Whose.
+        host: Host whose link it is.
         step: Steps trained before.
         down_s: Seconds until it is up again; ``None`` = never.
     """
@@ -60,7 +59,7 @@ class Drop:
 
     @property
     def name(self) -> str:
-        """Of the case."""
+        """Name of the case."""
         return f"host{self.host}-step{self.step}-{self.down_s}s"
 
 
@@ -94,7 +93,7 @@ def train_on_rank(rank: int, world_size: int, folder: str, drop_step: int | None
 
 
 def _run(folder: Path, drop: Drop | None) -> list[Any]:
-    """What each rank gave."""
+    """Result of each rank."""
     with EmulatedCluster(_WORLD_SIZE, _RATE_MBIT) as cluster:
         breaker = threading.Thread(target=_break, args=(cluster, folder, drop), daemon=True)
         breaker.start()
@@ -151,8 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 if every case went as it should, or no link can be emulated here; else 1.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability.link_faults")
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.reliability.link_faults", __doc__)
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="FOLDER")
     args = parser.parse_args(argv)
     if (reason := why_unavailable()) is not None:
@@ -178,10 +176,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         progress.advance()
     progress.close()
     lines = [known[drop.name] for drop in DROPS]
-    of = {v: sum(line["verdict"] == v for line in lines) for v in ("survived", "named", "failed")}
-    write_result({"drops": len(lines), **of, "lines": lines}, args.out / _SUMMARY)
-    print(f"{len(lines)} drops of a link: {', '.join(f'{n} {v}' for v, n in of.items())}")
-    return 1 if of["failed"] else 0
+    verdicts = [line["verdict"] for line in lines]
+    counts = {verdict: verdicts.count(verdict) for verdict in ("survived", "named", "failed")}
+    write_result({"drops": len(lines), **counts, "lines": lines}, args.out / _SUMMARY)
+    print(f"{len(lines)} drops of a link: {', '.join(f'{n} {v}' for v, n in counts.items())}")
+    return 1 if counts["failed"] else 0
 
 
 if __name__ == "__main__":

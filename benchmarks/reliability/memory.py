@@ -9,7 +9,6 @@ grows under the first alone is bounded by the shapes that batches have; a leak g
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import warnings
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from torchrec.datasets.utils import Batch
 
+from benchmarks.command import command_parser
 from benchmarks.reliability.process_figures import heap_kib, slope
 from benchmarks.reliability.small_trainer import SmallTrainer
 from benchmarks.reliability.soak import keep_few_records
@@ -65,21 +65,20 @@ def _batches(rank: int, num_batches: int | None) -> Iterator[Batch]:
 
 
 def _tensor_kib() -> float:
-    """Of all live tensors, each memory once."""
+    """KiB of all live tensors, each storage once."""
     nbytes = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # to look at an object may be deprecated
-        for of in gc.get_objects():
-            if type(of) in (torch.Tensor, torch.nn.Parameter):
-                storage = of.untyped_storage()
+        for found in gc.get_objects():
+            if type(found) in (torch.Tensor, torch.nn.Parameter):
+                storage = found.untyped_storage()
                 nbytes[storage.data_ptr()] = storage.nbytes()
     return sum(nbytes.values()) / 1024
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains twice, writes and prints KiB a step over the second half."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability.memory")
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.reliability.memory", __doc__)
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--steps", type=int, default=4000, metavar="N")
     args = parser.parse_args(argv)
@@ -96,9 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             on_start=keep_few_records,
         )
         late = [looks[_LOOKS // 2 :] for looks in ranks]
-        of_ranks = [slope([step for step, _ in of], [kib for _, kib in of]) for of in late]
-        found[name] = {"kib_a_step": of_ranks, "looks": ranks}
-        print(f"{name} batches: {', '.join(f'{of:+.4f}' for of in of_ranks)} KiB a step by rank")
+        slopes = [slope([step for step, _ in looks], [kib for _, kib in looks]) for looks in late]
+        found[name] = {"kib_a_step": slopes, "looks": ranks}
+        print(f"{name} batches: {', '.join(f'{kib:+.4f}' for kib in slopes)} KiB a step by rank")
     write_result({"steps": steps, **found}, args.out)
     return 0
 

@@ -1,4 +1,4 @@
-"""What ranks do of a move: one launch saves, another loads, compares and trains on."""
+"""Ranks of a move: one launch saves, another loads, compares and trains on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOSS_RTOL = 2e-6
 _BEFORE, _AFTER = range(5), range(5, 10)
 STEP, _WHOLE = f"step_{len(_BEFORE):08d}", "whole.pt"
 _OTHER_STEPS = (90, 91)
-"""What a target has trained before it loads, so that nothing is right by accident."""
+"""Steps that a target trains before it loads, so that nothing is right by accident."""
 
 
 @dataclass(frozen=True)

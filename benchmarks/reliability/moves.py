@@ -1,4 +1,4 @@
-"""Which moves of a checkpoint there are, and which of them stock TorchRec cannot make."""
+"""Moves of a checkpoint, with those that stock TorchRec cannot make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process holds: memory, Python objects, file descriptors, threads; and how that grows.
+"""Resources of a process: memory, Python objects, file descriptors, threads; their growth.
 
 Read from ``/proc`` and the garbage collector, so it asks nothing of what is measured. Linux only.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 FIGURES = ("rss_kib", "heap_kib", "objects", "tensors", "descriptors", "threads")
-"""What :func:`figures` gives, in its order."""
+"""Names of the :func:`figures`, in their order."""
 
 Held = dict[str, Counter[str]]
 """Descriptors and threads, by what they are."""
@@ -61,7 +61,7 @@ def rss_kib() -> float:
 def heap_kib() -> float:
     """Memory that malloc has given out, 0 where it does not tell (glibc before 2.33, others).
 
-    What is freed and still resident is left out, and Python's own small objects.
+    Freed memory that is still resident is left out, and Python's own small objects.
     """
     if not hasattr(_LIBC, "mallinfo2"):
         return 0.0
@@ -93,7 +93,7 @@ def threads() -> Counter[str]:
 
 
 def held() -> Held:
-    """What this process has open and runs, as soon as nothing changes for a moment.
+    """Open descriptors and running threads, as soon as nothing changes for a moment.
 
     A thread that has done its work takes one to end.
     """

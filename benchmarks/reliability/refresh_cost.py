@@ -1,15 +1,14 @@
-"""What it costs that hot rows follow what is looked up: steps with it beside steps without.
+"""Cost of refreshing hot rows: steps with a refresh beside steps without.
 
     python -m benchmarks.reliability.refresh_cost -o cost.json --data-folder ../shared/data
 
 Two emulated hosts of one core train two models in turn, a block of steps each, on the same batches:
-one with hot rows that stay, one with ``Refresh()``, what a user gets who chooses nothing. On
+one with hot rows that stay, one with ``Refresh()``, the default. On
 Criteo's samples rows hardly move, on Globo's clicks they move at every look.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
+from benchmarks.command import command_parser
 from benchmarks.reliability.drift import Stream, batches_of, criteo, globo, sharded
 from torchrec_picasso import InterleavedTrainPipeline, PicassoError, Refresh
 from torchrec_picasso.app.cli.outputs import write_result
@@ -92,8 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 2 where the options allow no answer.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability.refresh_cost")
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.reliability.refresh_cost", __doc__)
     parser.add_argument("-o", "--out", required=True, metavar="FILE", help="a JSON file")
     parser.add_argument(
         "--data-folder", required=True, metavar="FOLDER", help="Globo's clicks, Criteo's samples"
@@ -116,12 +115,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (PicassoError, RankError, ClusterError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for name, of in found.items():
-        rounds = ", ".join(f"{ratio:.3f}" for ratio in of["by_round"])
+    for name, figures in found.items():
+        rounds = ", ".join(f"{ratio:.3f}" for ratio in figures["by_round"])
         print(
-            f"{name}: {of['step_ms'][_STAY]:.2f} ms where hot rows stay, "
-            f"{of['step_ms'][_FOLLOW]:.2f} where they follow ({of['moved']} moved): "
-            f"{of['cost']:+.2%}; by round {rounds}"
+            f"{name}: {figures['step_ms'][_STAY]:.2f} ms where hot rows stay, "
+            f"{figures['step_ms'][_FOLLOW]:.2f} where they follow ({figures['moved']} moved): "
+            f"{figures['cost']:+.2%}; by round {rounds}"
         )
     write_result({"rate_mbit": args.rate_mbit, **found}, args.out)
     return 0

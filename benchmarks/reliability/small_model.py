@@ -34,8 +34,8 @@ class SmallModel(nn.Module):
     """Returns (loss, prediction) as pipelines expect.
 
     Args:
-        seed: Of all weights.
-        device: Of the tables; ``meta`` for one that is only planned.
+        seed: Seed of all weights.
+        device: Device of the tables; ``meta`` for one that is only planned.
     """
 
     def __init__(self, seed: int = 0, device: str = "cpu") -> None:

@@ -37,7 +37,7 @@ OPTIMIZERS: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, float]]
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-3}),
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
 }
-"""Those that FBGEMM has a CPU kernel for: one value of state a row, one an element, none."""
+"""Optimizers that FBGEMM has a CPU kernel for: one value of state a row, one an element, none."""
 
 _SMALL_ROWS = 12
 _FEWEST_COLUMNS = 4  # FBGEMM's narrowest shard
@@ -50,7 +50,7 @@ class SmallTrainer:
     Args:
         plan: One of :data:`PLANS`.
         optimizer: One of :data:`OPTIMIZERS`, of the tables; the rest has Adagrad.
-        seed: Of the weights that training starts from.
+        seed: Seed of the weights that training starts from.
     """
 
     def __init__(self, plan: str, optimizer: str, seed: int = 0) -> None:
@@ -98,7 +98,7 @@ class SmallTrainer:
         return [float(loss) for loss in total / self._world_size]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """State that a checkpoint holds."""
         return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -15,12 +15,11 @@ homes to the bit; memory, Python objects and tensors must not grow; and no descr
 tensor, pipeline or model may be left that stock does not leave.
 
 FOLDER gets soak.json. Where it is whole and of the same settings it is shown and nothing runs; an
-unfinished soak begins anew, since 2,000 steps take a minute or two.
+unfinished soak begins again, since 2,000 steps take a minute or two.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -30,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command_parser
 from benchmarks.reliability.soak_record import Found, Plan
 from benchmarks.reliability.soak_side import Plant, train_side
 from benchmarks.reliability.soak_verdict import judge
@@ -44,7 +44,7 @@ _FEWEST_STEPS = 40
 
 
 def plans(steps: int, num_micro_batches: int | None = None) -> dict[str, Plan]:
-    """What both sides do in so many steps: at least 4 stretches and 16 looks at the process."""
+    """Plans of both sides for so many steps: at least 4 stretches and 16 looks at the process."""
     ours = Plan(
         placement=_OURS,
         steps=steps,
@@ -90,7 +90,7 @@ def soak(
     """Trains both sides and writes what was found, or reads it where it was found before.
 
     Returns:
-        What soak.json holds.
+        The contents of soak.json.
 
     Raises:
         RankError: If stock's side failed.
@@ -135,8 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 if all is as it should be, else 1; 2 where the options allow no answer.
     """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reliability.soak")
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.reliability.soak", __doc__)
     add = parser.add_argument
     add("-o", "--out", type=Path, required=True, metavar="FOLDER", help="soak.json goes there")
     add("--steps", type=int, default=2000, help=f"at least {_FEWEST_STEPS} (default: 2000)")

@@ -59,7 +59,7 @@ def soak_batch(step: int, rank: int) -> Batch:
 def stand_in() -> Batch:
     """One sample of no ids, for a pipeline that cannot train a rank without samples.
 
-    It has to count nothing: :func:`counts_nothing` knows it.
+    Its samples must not count: :func:`counts_nothing` recognizes it.
     """
     return Batch(
         dense_features=torch.ones(1, 1),
@@ -84,7 +84,7 @@ class Stretch:
     Args:
         start: The first step.
         num_steps: Until the last rank's data has ended.
-        index: Which stretch; other ranks' data ends first in others.
+        index: Number of the stretch; the rank whose data ends first differs between stretches.
     """
 
     start: int
@@ -100,9 +100,9 @@ class Feed(Iterator[Batch]):
     """A rank's batches of a stretch, and their labels until they are asked for.
 
     Args:
-        stretch: Which steps.
+        stretch: Steps of the batches.
         rank: This rank.
-        world_size: How many there are.
+        world_size: Number of ranks.
         is_padded: Whether a :func:`stand_in` takes the place of each batch without samples, and
             others follow until the last rank's data ends.
     """
@@ -113,7 +113,9 @@ class Feed(Iterator[Batch]):
         missing = (stand_in() for _ in range(stretch.num_steps - own))
         self._batches: Iterator[Batch] = batches
         if is_padded:
-            self._batches = chain((of if len(of.labels) else stand_in() for of in batches), missing)
+            self._batches = chain(
+                (batch if len(batch.labels) else stand_in() for batch in batches), missing
+            )
         self._labels: deque[Tensor] = deque()
 
     def __next__(self) -> Batch:
@@ -122,5 +124,5 @@ class Feed(Iterator[Batch]):
         return batch
 
     def labels(self) -> Tensor:
-        """Of the oldest batch that was not asked about; none where there is no more."""
+        """Labels of the oldest batch not asked about; none where there is no more."""
         return self._labels.popleft() if self._labels else torch.zeros(0)

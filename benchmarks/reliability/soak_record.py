@@ -1,4 +1,4 @@
-"""What a side of the soak does, and what comes of it on one rank."""
+"""Plan of a side of the soak, and its results on one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.reliability.soak_batches import Stretch
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is trained and when what happens.
+    """Plan of a side: its training, and the steps of evaluations, checkpoints and looks.
 
     Args:
         placement: One of ``small_trainer.PLANS``; a stock one is trained by TorchRec's pipeline.
@@ -23,7 +23,7 @@ class Plan:
             checkpoint is written.
         sample_every: Steps between two looks at the process.
         verify_every: Steps between two comparisons of replicas with homes.
-        num_micro_batches: As for the pipeline.
+        num_micro_batches: Micro-batches of the pipeline.
     """
 
     placement: str
@@ -41,11 +41,11 @@ class Plan:
 
 @dataclass(kw_only=True)
 class Found:
-    """What a side came to on one rank; plain data and CPU tensors.
+    """Results of a side on one rank; plain data and CPU tensors.
 
     Args:
         errors: Sum of squared errors, and samples, of this rank in each step: ``(steps, 2)``.
-        evaluations: The same of each evaluation.
+        evaluations: Sum of squared errors, and samples, of each evaluation.
         samples: Steps trained, then :data:`FIGURES`, a line per look: ``(looks, 7)``.
     """
 
@@ -66,5 +66,5 @@ class Found:
     tensors_kept: int = 0
     """Tensors that are alive then, beside those in here."""
     alive_after: list[str] = field(default_factory=list)
-    """Which of pipeline and model are not gone."""
+    """Objects of pipeline and model that are not gone."""
     seconds: float = 0.0

@@ -71,7 +71,7 @@ def train_side(
 
 
 def _leave(folder: Path, rank: int, world_size: int) -> None:
-    """Ends the process group; nobody hangs up while another rank is still in a collective."""
+    """Ends the process group; no rank leaves while another is still in a collective."""
     dist.barrier()
     store = dist.FileStore(str(folder / "left"), world_size)
     store.set(str(rank), "")
@@ -164,7 +164,7 @@ class _Side:
             yield float((predictions_B - labels_B).double().square().sum()), len(labels_B)
 
     def _forward(self, batch: Batch | None) -> tuple[Tensor, Tensor]:
-        """Of stock TorchRec; what stands in for no samples teaches nothing."""
+        """Forward of stock TorchRec; a stand-in for no samples has a loss of zero."""
         assert batch is not None
         loss, predictions_B = self.trainer.model(batch)
         return (loss * 0 if counts_nothing(batch) else loss), predictions_B
@@ -204,7 +204,7 @@ class _Side:
             writer.finish()
 
     def _why_unlike_homes(self) -> str:
-        """Which replica is not what its home is; empty where all are."""
+        """Error of a replica that differs from its home; empty if none does."""
         try:
             for group in _groups_of(self.trainer.model):
                 self._found.counts["replicas"] += group.num_hot_rows

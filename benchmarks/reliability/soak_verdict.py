@@ -1,4 +1,4 @@
-"""What a soak found, as figures and verdicts: pure functions of what ranks of both sides say."""
+"""Figures and verdicts of a soak: pure functions of the results of both sides' ranks."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def judge(ours: Sequence[Found], stock: Sequence[Found]) -> dict[str, Any]:
 
 
 def _losses_apart(ours: Sequence[Found], stock: Sequence[Found]) -> dict[str, Any]:
-    ours_L, stock_L = (_losses(sum(of.errors for of in side)) for side in (ours, stock))
+    ours_L, stock_L = (_losses(sum(found.errors for found in side)) for side in (ours, stock))
     apart_L = ((ours_L - stock_L).abs() / stock_L).nan_to_num(nan=torch.inf)
     had_samples_L = stock_L.isfinite()
     apart_L[~had_samples_L & ~ours_L.isfinite()] = 0.0  # a step without samples on any rank
     num_steps = len(apart_L)
     evaluated = [
-        _losses(sum(torch.tensor(of.evaluations, dtype=torch.float64) for of in side))
+        _losses(sum(torch.tensor(found.evaluations, dtype=torch.float64) for found in side))
         for side in (ours, stock)
     ]
     return {
@@ -101,11 +101,11 @@ def _apart(what: str, apart: float) -> Iterator[str]:
 
 def _side(side: Sequence[Found]) -> dict[str, Any]:
     """Figures of one side; those of growth by rank."""
-    looks = [of.samples for of in side]
-    second_half = [of[len(of) // 2 :] for of in looks]
+    looks = [found.samples for found in side]
+    second_half = [look[len(look) // 2 :] for look in looks]
     return {
         **{name: count for name, count in sorted(side[0].counts.items()) if name != "samples"},
-        "samples": sum(of.counts["samples"] for of in side),
+        "samples": sum(found.counts["samples"] for found in side),
         "steps": len(side[0].errors),
         "evaluations": len(side[0].evaluations),
         "ends_of_data": len(side[0].ends),
@@ -113,36 +113,37 @@ def _side(side: Sequence[Found]) -> dict[str, Any]:
         "seconds": round(side[0].seconds, 1),
         "measured_steps": int(second_half[0][-1, 0] - second_half[0][0, 0]),
         "slope_by_rank": {
-            name: [slope(of[:, 0].tolist(), of[:, column].tolist()) for of in second_half]
+            name: [slope(look[:, 0].tolist(), look[:, column].tolist()) for look in second_half]
             for column, name in enumerate(FIGURES, start=1)
         },
         "looks_of_first_rank": {
             name: looks[0][:, column].tolist() for column, name in enumerate(("step", *FIGURES))
         },
-        "held_by_rank": [of.held for of in side],
-        "tensors_kept_by_rank": [of.tensors_kept for of in side],
+        "held_by_rank": [found.held for found in side],
+        "tensors_kept_by_rank": [found.tensors_kept for found in side],
     }
 
 
 def _grown(ours: Mapping[str, Any], stock: Mapping[str, Any]) -> Iterator[str]:
     """Figures that grow, and more than stock's."""
     for name, most in _MOST_GROWN.items():
-        of_stock = max(0.0, *stock["slope_by_rank"][name])
-        for rank, of_rank in enumerate(ours["slope_by_rank"][name]):
-            if (of_rank - of_stock) * ours["measured_steps"] > most:
+        slope_of_stock = max(0.0, *stock["slope_by_rank"][name])
+        for rank, own_slope in enumerate(ours["slope_by_rank"][name]):
+            if (own_slope - slope_of_stock) * ours["measured_steps"] > most:
                 yield (
-                    f"rank {rank}: {name} grows by {of_rank:.3f} a step, stock's by {of_stock:.3f}"
+                    f"rank {rank}: {name} grows by {own_slope:.3f} a step, "
+                    f"stock's by {slope_of_stock:.3f}"
                 )
 
 
 def _not_as_told(ours: Sequence[Found], stock: Sequence[Found]) -> Iterator[str]:
-    """What a pipeline, checkpoints and replicas promise, and was not so."""
-    for rank, of in enumerate(ours):
-        if of.ends != stock[0].ends:
-            yield f"rank {rank}: data ended after {of.ends} steps, expected {stock[0].ends}"
-        if of.differing_homes:
-            yield f"rank {rank}: {of.differing_homes}"
-        if of.counts["replicas"] == 0:
+    """Broken promises of pipeline, checkpoints and replicas."""
+    for rank, found in enumerate(ours):
+        if found.ends != stock[0].ends:
+            yield f"rank {rank}: data ended after {found.ends} steps, expected {stock[0].ends}"
+        if found.differing_homes:
+            yield f"rank {rank}: {found.differing_homes}"
+        if found.counts["replicas"] == 0:
             yield f"rank {rank}: no replica was compared with its home"
     for name, side in (("ours", ours), ("stock", stock)):
         if side[0].reloads_unlike:
@@ -153,19 +154,20 @@ def _not_as_told(ours: Sequence[Found], stock: Sequence[Found]) -> Iterator[str]
 
 
 def _left_over(ours: Sequence[Found], stock: Sequence[Found]) -> Iterator[str]:
-    """What is held longer than it should be."""
-    for rank, (of, of_stock) in enumerate(zip(ours, stock, strict=True)):
+    """Resources held longer than they should be."""
+    for rank, (found, in_stock) in enumerate(zip(ours, stock, strict=True)):
         for kind in ("descriptors", "threads"):
-            more = of.held["end"][kind] - of.held["warm"][kind]
+            more = found.held["end"][kind] - found.held["warm"][kind]
             if more:
                 yield f"rank {rank}: {kind} more than after the warm-up: {_named(more)}"
-            more = of.held["after"][kind] - of_stock.held["after"][kind]
+            more = found.held["after"][kind] - in_stock.held["after"][kind]
             if more:
                 yield f"rank {rank}: {kind} left over that stock does not leave: {_named(more)}"
-        if of.tensors_kept > of_stock.tensors_kept:
-            yield f"rank {rank}: {of.tensors_kept} tensors left, by stock {of_stock.tensors_kept}"
-        if of.alive_after:
-            yield f"rank {rank}: still alive after it was dropped: {', '.join(of.alive_after)}"
+        kept, kept_in_stock = found.tensors_kept, in_stock.tensors_kept
+        if kept > kept_in_stock:
+            yield f"rank {rank}: {kept} tensors left, by stock {kept_in_stock}"
+        if found.alive_after:
+            yield f"rank {rank}: still alive after it was dropped: {', '.join(found.alive_after)}"
 
 
 def _named(counts: Counter[str]) -> str:
@@ -173,7 +175,7 @@ def _named(counts: Counter[str]) -> str:
 
 
 def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """What a reader wants first."""
+    """Summary lines for a reader."""
     ours, stock, losses = figures["ours"], figures["stock"], figures["losses"]
     yield (
         f"{ours['steps']} steps, {ours['samples']} samples, {ours['evaluations']} evaluations, "
@@ -188,12 +190,12 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         f"{figures['weights_apart_at_most']:.1e}"
     )
     for name in _MOST_GROWN:
-        mine, stocks = (max(of["slope_by_rank"][name]) for of in (ours, stock))
+        mine, stocks = (max(side["slope_by_rank"][name]) for side in (ours, stock))
         yield f"{name}: {mine:+.3f} a step over {ours['measured_steps']}, stock {stocks:+.3f}"
     for kind in ("descriptors", "threads"):
         counts = [
-            " / ".join(str(sum(of["held_by_rank"][0][when][kind].values())) for when in _WHEN)
-            for of in (ours, stock)
+            " / ".join(str(sum(side["held_by_rank"][0][when][kind].values())) for when in _WHEN)
+            for side in (ours, stock)
         ]
         yield f"{kind} {' / '.join(_WHEN)}: {counts[0]}, stock {counts[1]}"
     yield f"{ours['seconds']} s, stock {stock['seconds']} s; {ours['setting']}"

@@ -1,10 +1,11 @@
 """A sharded state joined to whole tensors, read from the shards and from nothing else.
 
-It is what checkpoints are measured by, so it shares no code with saving, loading or exporting.
+Checkpoints are compared with it, so it shares no code with saving, loading or exporting.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,10 +27,11 @@ def join_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """
     mine = list(_pieces("", state))
     is_first = dist.get_rank() == 0
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(mine, of_ranks if is_first else None)
+    pieces_of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(mine, pieces_of_ranks if is_first else None)
     joined: dict[str, Tensor] = {}
-    for name, size, offsets, piece in (piece for of_rank in of_ranks for piece in of_rank or ()):
+    pieces = itertools.chain.from_iterable(pieces or () for pieces in pieces_of_ranks)
+    for name, size, offsets, piece in pieces:
         whole = joined.setdefault(name, torch.full(size, torch.nan))
         whole[tuple(slice(o, o + s) for o, s in zip(offsets, piece.shape))] = piece
     return joined

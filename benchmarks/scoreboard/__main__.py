@@ -6,7 +6,7 @@
 
 Each model, in its published sizes, and that of `benchmarks.fields` with each number of fields, is
 trained by stock's two variants of `benchmarks.fields`, ``table_wise`` and ``planner``, under
-TrainPipelineSparseDist, and by ``ours``: what a user gets who chooses nothing. They take turns.
+TrainPipelineSparseDist, and by ``ours``: this package's defaults. They take turns.
 Every model is a JSON file of its own in the folder; one that is there is not measured again, so a
 run that was stopped goes on. So are the curves of the links and of a core's work, which are
 measured first. The table shows all that are there, those that lose too, with the reason where it
@@ -28,9 +28,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
+from benchmarks.command import command_parser
 from benchmarks.fields.__main__ import answer
 from benchmarks.fields.question import ZOO, Question
-from benchmarks.fields.report import print_report, write_report
+from benchmarks.fields.report import print_report
+from benchmarks.pipelines.report import write_report
 from benchmarks.scoreboard.board import print_board, read_line
 from benchmarks.scoreboard.entries import ENTRIES, FIELDS, train_config
 from torchrec_picasso import CommCurves
@@ -44,7 +46,7 @@ _VARIANTS = ("table_wise", "planner", "ours")
 
 
 def question_of(name: str, args: argparse.Namespace) -> Question:
-    """What is measured of a model.
+    """Settings of a model's comparison.
 
     Raises:
         PicassoError: If the data is not there, or links cannot have the rate.
@@ -102,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _curves(folder: Path, rate_mbit: float) -> CommCurves:
-    """Of links and of a core's work, measured once and kept beside the models."""
+    """Curves of links and local work, measured once and kept beside the models."""
     path = folder / "curves.json"
     if not path.exists():
         hosts, rate = Question().hosts, usable_rate(rate_mbit or None)
@@ -113,12 +115,11 @@ def _curves(folder: Path, rate_mbit: float) -> CommCurves:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scoreboard", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command_parser("benchmarks.scoreboard", __doc__)
     add = parser.add_argument
     add("-o", "--out", required=True, metavar="FOLDER", help="a JSON file per model goes there")
-    of_names = {"choices": _NAMES, "default": _NAMES, "help": ", ".join(_NAMES)}
-    add("--only", nargs="+", metavar="MODEL", **of_names)
+    names = ", ".join(_NAMES)
+    add("--only", nargs="+", metavar="MODEL", choices=_NAMES, default=_NAMES, help=names)
     add("--rate-mbit", type=float, default=1000.0, help="0 = loopback (default: 1000)")
     add("--data-folder", metavar="FOLDER", help="real samples (default: generated ones)")
     add("--rounds", type=int, default=3, metavar="N", help="turns of each (default: 3)")

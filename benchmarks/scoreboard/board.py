@@ -1,4 +1,4 @@
-"""What was measured of each line, as a table."""
+"""Table of the measured models."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _HIDDEN = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One model; what has no unit is a ratio.
+    """Figures of one model; those without a unit are ratios.
 
     Args:
-        name: Of the model.
+        name: Name of the model.
         times_stock: Samples per second, ours over the best stock variant's.
-        stock: That variant.
-        stock_ms: Its step.
-        ours_ms: Our step.
+        stock: Name of that variant.
+        stock_ms: Step of the best stock variant.
+        ours_ms: Step of ours.
         compute_ms: CPU time of a rank in it, of all its threads: no schedule is faster on a core.
-        wire_ms: What the wire takes, as predicted: likewise.
-        predicted_ms: What the planner's cost model says of our step.
-        stock_bytes: Sent per rank and step.
-        ours_bytes: Likewise.
+        wire_ms: Predicted time on the wire: no schedule is faster, either.
+        predicted_ms: Price of our step by the planner's cost model.
+        stock_bytes: Bytes that stock sends per rank and step.
+        ours_bytes: Bytes that ours sends per rank and step.
         collectives: Ours, per step.
         exposed: Part of our step in which the thread that trains waits.
         dense_share: Part of that work which is the dense part's.
@@ -62,11 +62,12 @@ class Line:
 
 
 def read_line(name: str, path: Path) -> Line:
-    """Reads what :func:`benchmarks.fields.report.write_report` wrote."""
+    """Reads what :func:`benchmarks.pipelines.report.write_report` wrote."""
     document: dict[str, Any] = json.loads(path.read_text())
     found, predicted = document["variants"], document["predicted"]
     stock = max(
-        (of for of in found if found[of]["is_stock"]), key=lambda of: found[of]["samples_per_s"]
+        (name for name in found if found[name]["is_stock"]),
+        key=lambda name: found[name]["samples_per_s"],
     )
     ours, best, price = found[_OURS], found[stock], predicted[_OURS]
     compute_ms = 1e3 * ours["cpu_s_per_step"] / document["question"]["hosts"]
@@ -96,11 +97,11 @@ def print_board(lines: Sequence[Line]) -> None:
         f"{'predicted':>11}{'stock MB':>10}{'ours MB':>9}{'calls':>7}{'exposed':>9}{'dense':>7}"
         f"{'peak MB':>9}  {'setting':<18}"
     )
-    for of in lines:
+    for line in lines:
         print(
-            f"{of.name:<12}{of.times_stock:>8.2f}{of.stock_ms:>10.0f}{of.ours_ms:>9.0f}"
-            f"{of.compute_ms:>7.0f}{of.wire_ms:>7.0f}{of.predicted_ms:>11.0f}"
-            f"{of.stock_bytes / _MB:>10.2f}{of.ours_bytes / _MB:>9.2f}{of.collectives:>7.0f}"
-            f"{of.exposed:>9.0%}{of.dense_share:>7.0%}{of.peak_bytes / _MB:>9.0f}"
-            f"  {of.setting:<18} {of.why}"
+            f"{line.name:<12}{line.times_stock:>8.2f}{line.stock_ms:>10.0f}{line.ours_ms:>9.0f}"
+            f"{line.compute_ms:>7.0f}{line.wire_ms:>7.0f}{line.predicted_ms:>11.0f}"
+            f"{line.stock_bytes / _MB:>10.2f}{line.ours_bytes / _MB:>9.2f}{line.collectives:>7.0f}"
+            f"{line.exposed:>9.0%}{line.dense_share:>7.0%}{line.peak_bytes / _MB:>9.0f}"
+            f"  {line.setting:<18} {line.why}"
         )

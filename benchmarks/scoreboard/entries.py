@@ -1,4 +1,4 @@
-"""What each model trains: published sizes, and batches that two cores can take in seconds.
+"""Workload of each model: published sizes, and batches that two cores can take in seconds.
 
 Where a folder of real data is given, models of fields read Criteo's samples and models of histories
 Alimama's rows; MMoE needs two labels and DHEN many fields, which only generated samples have.
@@ -42,7 +42,7 @@ class Entry:
 
     @property
     def data_kind(self) -> str:
-        """Of :data:`torchrec_picasso.app.config.DATA_KINDS`."""
+        """One of :data:`torchrec_picasso.app.config.DATA_KINDS`."""
         if self.num_fields is not None:
             return "fields"
         return "clicks" if needs_clicks(self.model.kind) else "criteo"
@@ -85,7 +85,7 @@ ENTRIES = {
 
 
 def train_config(name: str, data_folder: str | None, seed: int) -> TrainConfig:
-    """What a line trains.
+    """Configuration of a line's training.
 
     Raises:
         InputError: If the folder lacks the file.

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fields.__main__ import answer
-from benchmarks.fields.report import write_report
 from benchmarks.fields.zoo import ZooWorkload
+from benchmarks.pipelines.report import write_report
 from benchmarks.scoreboard.__main__ import main, question_of
 from benchmarks.scoreboard.board import print_board, read_line
 from benchmarks.scoreboard.entries import ENTRIES, FIELDS, train_config

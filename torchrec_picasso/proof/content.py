@@ -1,4 +1,4 @@
-"""Which state can change, of Python values and of the process: kept, compared and put back."""
+"""State that can change, of Python values and of the process: kept, compared and put back."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Refresh:
 
     @property
     def fading(self) -> float:
-        """What a use counts a step later."""
+        """Weight of a use a step later."""
         return float(0.5 ** (1 / self.half_life))
 
 

@@ -1,4 +1,4 @@
-"""What this package adds to TorchRec's rewrite of a model.
+"""Additions of this package to TorchRec's rewrite of a model.
 
 TorchRec's pipelines find the input of each table with torch.fx, which runs the forward of every
 module that contains tables on proxies. Then they replace the forwards of
