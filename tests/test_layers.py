@@ -17,7 +17,7 @@ ROOT = Path(torchrec_picasso.__file__).parent
 
 ROWS = (
     ("errors", "version"),
-    ("compat", "rules"),
+    ("compat",),
     ("ops", "_torchrec"),
     ("placement", "frequency", "exchange", "batches", "schedule"),
     ("cost", "storage"),

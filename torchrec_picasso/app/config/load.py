@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torchrec_picasso.app.config.rules import field_types, shown, value_problems
 from torchrec_picasso.app.config.safe_yaml import read_yaml
 from torchrec_picasso.app.config.schema import TrainConfig
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.rules import field_types, shown, value_problems
 
 ConfigT = TypeVar("ConfigT")
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchrec_picasso.app.config.rules import Rules, rule, shown
 from torchrec_picasso.app.config.schema import CARDINALITY_NAMES, LABELS, OptimizerConfig
-from torchrec_picasso.rules import Rules, rule, shown
 
 PARITY, ABOVE, VALUE = CHECK_KINDS = ("parity", "above", "value")
 """Same training as stock TorchRec; higher AUC than another model; a known AUC or loss."""

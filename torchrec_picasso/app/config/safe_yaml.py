@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from torchrec_picasso.app.config.rules import shown
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.rules import shown
 
 _MERGE = "tag:yaml.org,2002:merge"  # of the key <<
 _MOST_VALUES = 100_000

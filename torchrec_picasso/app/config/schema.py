@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchrec_picasso.app.config.rules import Rules, rule, shown
 from torchrec_picasso.rows.refresh_policy import Refresh
-from torchrec_picasso.rules import Rules, rule, shown
 
 PLACEMENTS = ("hot_cold", "table_wise", "row_wise", "column_wise", "planner")
 """This package's planner, one stock sharding type, or TorchRec's planner."""

@@ -1,4 +1,4 @@
-"""Checks of values: one rule per field, for the dataclasses, the YAML loader and the curves file.
+"""Checks of values: one rule per field, for the dataclasses and the YAML loader.
 
 A rule lives in the field's metadata, next to its explanation, so a value is judged the same way
 whether it came from Python or from a file. The price is one small interpreter for annotations.
