@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from numbers import Number
-from operator import ne
+from operator import is_, ne
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -93,7 +93,9 @@ class Kept:
             if list(now) != self._order or self._differ(now, before):
                 return True
             values = (now.values(), before.values()) if self._base is dict else (now, before)
-            return self._base is not set and any(map(_is_replaced, *values))
+            # the first test is fast, for a vocabulary in a list
+            is_same = self._base is set or all(map(is_, *values))
+            return not is_same and any(map(_is_replaced, *values))
         except Exception:  # any error of a comparison, such as that of two tensors
             return True
 
