@@ -64,7 +64,7 @@ class InFlight:
         self._lifecycle = lifecycle
         self._id_stream = id_stream
         self._inflights: deque[InFlightBatch] = deque()
-        self._begun: Operations | None = None
+        self._operations: Operations  # from work_with() on
         # of the plan; not known before the first step
         self._num_waves, self._shares_rows = 1, True
         self._peers: Peers | None = None
@@ -89,7 +89,7 @@ class InFlight:
 
     def work_with(self, operations: Operations) -> None:
         """Sets what runs the operations of schedules, and the model that they run."""
-        self._begun, taken = operations, operations.taken
+        self._operations, taken = operations, operations.taken
         self._feed.asks_ahead = taken.has_stock_means
         self._num_waves = taken.num_waves
         # a ratio needs the sums over all micro-batches before the first backward, as rows do
@@ -203,11 +203,6 @@ class InFlight:
         self._feed.forget()
         self._led.clear()
         self._lifecycle.reset()
-
-    @property
-    def _operations(self) -> Operations:
-        assert self._begun is not None
-        return self._begun
 
     @property
     def _taken(self) -> PipelinedModel:

@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin
+from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.valid_features import padded
+from torchrec_picasso.sharding.later import LaterByKey
 from torchrec_picasso.sharding.sharded_ec import spread_sequences
 
 __all__ = ["VariableBatchFeatures", "check_inverse_indices", "spread"]
@@ -82,7 +83,8 @@ def spread(module: Any, rows: PartRows) -> LazyAwaitable[Any]:
     assert isinstance(features, VariableBatchFeatures)
     strides_F, row_FB = features.stride_per_key(), features.row_of_sample_FB
     if module.group.plan.takes_weights:
-        return _SpreadBags(module.output(rows), strides_F, row_FB)
+        own = module.output(rows)
+        return LaterByKey(lambda: _spread_bags(own.wait(), strides_F, row_FB))
     padded = _PaddedRows(**{field.name: getattr(rows, field.name) for field in fields(rows)})
     if row_FB is None:
         return module.output(padded)
@@ -101,41 +103,28 @@ class _PaddedRows(PartRows):
         return padded(self.rows.layout.features_by_module[self.module])
 
 
-class _SpreadBags(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):
-    """Pooled rows of VBE features, expanded to one row per sample: ``(B, sum of D)``.
+def _spread_bags(
+    own: KeyedTensor, strides_F: Sequence[int], row_of_sample_FB: Tensor | None
+) -> KeyedTensor:
+    """Expands pooled rows of VBE features to one row per sample: ``(B, sum of D)``.
 
-    The values of ``own`` are flat, feature by feature, ``strides_F`` rows each. The inverse index
-    names each sample's row, counted within its feature; without it all features have the batch's
-    samples, and nothing is expanded.
+    The values of ``own`` are flat, feature by feature, ``strides_F`` rows each. Without an inverse
+    index all features have the batch's samples, and nothing is expanded.
     """
-
-    def __init__(
-        self,
-        own: LazyAwaitable[KeyedTensor],
-        strides_F: Sequence[int],
-        row_of_sample_FB: Tensor | None,
-    ) -> None:
-        super().__init__()
-        self._own = own
-        self._strides_F = strides_F
-        self._row_of_sample_FB = row_of_sample_FB
-
-    def _wait_impl(self) -> KeyedTensor:
-        own, strides_F, row_of_sample_FB = self._own.wait(), self._strides_F, self._row_of_sample_FB
-        dims_F = own.length_per_key()
-        if row_of_sample_FB is None:
-            # flat -> (B, D) per feature -> (B, sum of D)
-            blocks_F = own.values().split([rows * dim for rows, dim in zip(strides_F, dims_F)])
-            values = torch.cat([block.view(-1, dim) for block, dim in zip(blocks_F, dims_F)], dim=1)
-            return KeyedTensor(own.keys(), dims_F, values)
-        num_samples = row_of_sample_FB.size(1)
-        # one gather for all features: flat and (F B) -> (B, sum of D), by sample
-        values = torch.ops.fbgemm.batch_index_select_dim0(
-            inputs=own.values(),
-            indices=keep_for_current_stream(row_of_sample_FB).reshape(-1),
-            input_num_indices=[num_samples] * len(dims_F),
-            input_rows=strides_F,
-            input_columns=dims_F,
-            permute_output_dim_0_1=True,
-        )
-        return KeyedTensor(own.keys(), dims_F, values.view(num_samples, sum(dims_F)))
+    dims_F = own.length_per_key()
+    if row_of_sample_FB is None:
+        # flat -> (B, D) per feature -> (B, sum of D)
+        blocks_F = own.values().split([rows * dim for rows, dim in zip(strides_F, dims_F)])
+        values = torch.cat([block.view(-1, dim) for block, dim in zip(blocks_F, dims_F)], dim=1)
+        return KeyedTensor(own.keys(), dims_F, values)
+    num_samples = row_of_sample_FB.size(1)
+    # one gather for all features: flat and (F B) -> (B, sum of D), by sample
+    values = torch.ops.fbgemm.batch_index_select_dim0(
+        inputs=own.values(),
+        indices=keep_for_current_stream(row_of_sample_FB).reshape(-1),
+        input_num_indices=[num_samples] * len(dims_F),
+        input_rows=strides_F,
+        input_columns=dims_F,
+        permute_output_dim_0_1=True,
+    )
+    return KeyedTensor(own.keys(), dims_F, values.view(num_samples, sum(dims_F)))
