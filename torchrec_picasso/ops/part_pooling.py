@@ -18,7 +18,7 @@ unique rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -99,8 +99,8 @@ class BatchCut:
         return [[[next(numbers) for _ in runs] for runs in runs_K] for runs_K in self.runs_MK]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartPooling(PoolingIndex):
+@dataclass(frozen=True)
+class PartPooling:
     """The pooling of one micro-batch of one matrix."""
 
     lookups: slice
@@ -108,6 +108,13 @@ class PartPooling(PoolingIndex):
     gradient_position_U: Tensor | None
     """Position in the matrix's gradients of each row that the micro-batch uses, int64; ``None``
     if it uses all rows of the matrix, in request order."""
+    index: PoolingIndex
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held, for stream bookkeeping."""
+        if self.gradient_position_U is not None:
+            yield self.gradient_position_U
+        yield from self.index.tensors()
 
 
 def count_lookups(offsets_S1: Tensor, bags_J: Sequence[int]) -> Tensor:
@@ -199,12 +206,14 @@ def cut_pooling(
         return PartPooling(
             lookups=slice(low, high),
             gradient_position_U=gradient_position_U,
-            row_of_lookup_N=_shift(row_of_lookup_N[low:high], row_at[matrix]),
-            bag_offsets_S1=bag_offsets_S1,
-            bags_by_row_N=part_bags_by_row_N,
-            lookups_by_row_N=lookups_by_row_N,
-            row_offsets_U1=_shift(offsets_U1, by_row.start),
-            mean_S=cut.mean_MK[matrix][part],
+            index=PoolingIndex(
+                row_of_lookup_N=_shift(row_of_lookup_N[low:high], row_at[matrix]),
+                bag_offsets_S1=bag_offsets_S1,
+                bags_by_row_N=part_bags_by_row_N,
+                lookups_by_row_N=lookups_by_row_N,
+                row_offsets_U1=_shift(offsets_U1, by_row.start),
+                mean_S=cut.mean_MK[matrix][part],
+            ),
         )
 
     return [[pooling(part, matrix) for matrix in range(num_matrices)] for part in range(num_parts)]

@@ -155,6 +155,14 @@ class FetchOrder(ExchangeSplits):
         """Puts values from request order into fetch order."""
         return values_n if self.order_n is None else values_n.index_select(0, self.order_n)
 
+    def positions(self, device: torch.device) -> Tensor:
+        """Position in fetch order of each row in request order, int64, shape ``(n,)``."""
+        in_order = torch.arange(self.num_rows, device=device)
+        if self.order_n is None:
+            return in_order
+        # Inverse permutation: scatter the new position i to the old position order_n[i].
+        return torch.empty_like(in_order).scatter_(0, self.order_n, in_order)
+
 
 def find_fetch_order(counts_KW: list[list[int]], dirty_n: Tensor | None) -> FetchOrder:
     """Computes the fetch order of rows from a dirty mask in request order; ``None`` = all dirty.
@@ -184,21 +192,20 @@ def fetch_positions(
     Positions are consecutive over packs. In each pack, ``hot_P`` hot rows come first, then the cold
     rows in fetch order.
     """
+    if all(order.order_n is None for order in cold_P):
+        return located.position_U
     device = located.position_U.device
-    # Request position of each row in fetch order, shape (U,). Hot rows are read locally and keep
+    # Fetch position of each row in request order, shape (U,). Hot rows are read locally and keep
     # their order.
-    starts_P = accumulate((hot + cold.num_rows for hot, cold in zip(hot_P, cold_P)), initial=0)
-    orders = []
+    starts_P = [0, *accumulate(hot + cold.num_rows for hot, cold in zip(hot_P, cold_P))]
+    positions = []
     for start, hot, cold in zip(starts_P, hot_P, cold_P):
-        if cold.order_n is None:  # without a dirty mask, no pack has an order of its own
-            return located.position_U
-        orders += [torch.arange(start, start + hot, device=device), cold.order_n + (start + hot)]
-    order_U = torch.cat(orders)
-    # Inverse permutation: scatter fetch position i to request position order_U[i]. Then from
-    # request order to ascending id.
-    positions_U = torch.empty_like(order_U)
-    positions_U.scatter_(0, order_U, torch.arange(order_U.numel(), device=device))
-    return positions_U.index_select(0, located.position_U)
+        positions += [
+            torch.arange(start, start + hot, device=device),
+            cold.positions(device).add_(start + hot),
+        ]
+    # From request order to ascending id.
+    return torch.cat(positions).index_select(0, located.position_U)
 
 
 def _sort_by_segment(segment_n: Tensor, num_segments: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ Source: PICASSO (arXiv 2204.04903), SegmentReduction.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,10 @@ class PoolingIndex:
     """First entry of each row in the two tensors above, and N, int64."""
     mean_S: Tensor | None
     """Whether a bag is averaged, bool; ``None`` when all bags are summed."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held, for stream bookkeeping."""
+        yield from (tensor for tensor in vars(self).values() if tensor is not None)
 
     @property
     def num_lookups(self) -> int:

@@ -9,7 +9,7 @@ Shape letters: K parts and chunks, M matrices, P packs, N lookups.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -62,19 +62,16 @@ class RowLayout:
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
-        return _tensors_in(self)
-
-
-def _tensors_in(value: object) -> Iterator[Tensor]:
-    """Yields the tensors in a record or sequence, at any depth."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, KeyedJaggedTensor):
-        yield from _tensors_in([value.values(), value.lengths()])
-        yield from _tensors_in([value.weights_or_none(), value.offsets_or_none()])
-    elif is_dataclass(value):
-        yield from _tensors_in(list(vars(value).values()))
-    # lists of counts have an entry per rank and chunk, but no tensors
-    elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
-        for member in value:
-            yield from _tensors_in(member)
+        for features in self.features_by_module:
+            yield from (features.values(), features.lengths())
+            optional = (features.weights_or_none(), features.offsets_or_none())
+            yield from (tensor for tensor in optional if tensor is not None)
+        for pack in self.packs:
+            yield pack.hot_slots
+            yield from pack.touched.tensors()
+            yield from pack.requests.tensors()
+        for pooling_M in self.pooling_KM:
+            for pooling in pooling_M:
+                yield from pooling.tensors()
+        if self.weights_N is not None:
+            yield self.weights_N

@@ -302,36 +302,41 @@ class _RowPooling(Pooling):
     """KeyedJaggedTensor position of each lookup in bag order; ``None`` without weights."""
 
     def lookup_weights(self, weights_N: Tensor, are_new: bool) -> Tensor | None:
-        if not self.part.has_bags:
+        if not self.part.index.has_bags:
             return None
         assert self.source_N is not None, "the batch came without weights"
         return weights_N.float().index_select(0, self.source_N)
 
     def scales(self, weights_N: Tensor | None) -> Tensor | None:
-        part = self.part
-        return mean_weights(weights_N, part.bag_offsets_S1, part.mean_S, part.num_lookups)
+        index = self.part.index
+        return mean_weights(weights_N, index.bag_offsets_S1, index.mean_S, index.num_lookups)
 
     def pool(self, rows_RD: Tensor, scales_N: Tensor | None) -> list[Tensor]:
-        return [pool_rows(rows_RD, scales_N, self.part)]
+        return [pool_rows(rows_RD, scales_N, self.part.index)]
 
     def columns(self, pieces: list[Tensor]) -> list[Tensor]:
         (piece,) = pieces
-        if not self.part.has_bags:
+        if not self.part.index.has_bags:
             return pieces
         if self.size is None:
             return [piece.view(-1)]
         return [piece.view(self.size, self.num_features * piece.size(1))]
 
     def gradients(self, grads: Sequence[Tensor], scales_N: Tensor | None) -> Tensor:
-        return gradient_of_rows(grads[0], scales_N, self.part)
+        return gradient_of_rows(grads[0], scales_N, self.part.index)
 
     def gradient_of_scales(self, grads: Sequence[Tensor], rows_RD: Tensor) -> Tensor:
-        return gradient_of_weights(grads[0], rows_RD, self.part)
+        return gradient_of_weights(grads[0], rows_RD, self.part.index)
 
     def add_gradients(self, sums_RD: Tensor, grads_nD: Tensor) -> None:
         assert self.part.gradient_position_U is not None, "one micro-batch needs no sums"
         # A row that several micro-batches use is summed here, at its position in request order.
         sums_RD.index_add_(0, self.part.gradient_position_U, grads_nD)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.part.tensors()
+        if self.source_N is not None:
+            yield self.source_N
 
 
 def _by_chunk(
