@@ -68,7 +68,7 @@ class RowLayout:
             yield from (tensor for tensor in optional if tensor is not None)
         for pack in self.packs:
             yield pack.hot_slots
-            yield from pack.touched.tensors()
+            yield from pack.touched
             yield from pack.requests.tensors()
         for pooling_M in self.pooling_KM:
             for pooling in pooling_M:
