@@ -12,67 +12,61 @@ from torchrec_picasso.schedule.schedule import COLLECTIVES, Setting, training_sc
 WHOLE = Setting(1, lookahead=True)
 
 Times = dict[tuple[str, int | None], OpTime]
-
-
-def compute(ms: float) -> OpTime:
-    return OpTime(compute_ms=ms)
+PER_PART = ("forward", "backward", "send_gradients", "fetch_dirty")
+WORK = ("forward", "backward", "update")
 
 
 def send(ms: float, core_share: float = 0.0) -> OpTime:
     return OpTime(message=Message(ms, core_share))
 
 
+def times_of(**by_kind: float | OpTime | list[float]) -> Times:
+    """Times by kind, in a list by part; a number is work, or the wire's time."""
+    times: Times = {}
+    for kind, found in by_kind.items():
+        for part, time in enumerate(found if isinstance(found, list) else [found]):
+            if not isinstance(time, OpTime):
+                time = OpTime(compute_ms=time) if kind in WORK else send(time)
+            times[kind, part if kind in PER_PART else None] = time
+    return times
+
+
+def step_ms(setting: Setting = WHOLE, **by_kind: float | OpTime | list[float]) -> float:
+    return step_price(setting, times_of(**by_kind)).step_ms
+
+
 def test_work_alone_lasts_as_long_as_it_takes() -> None:
-    times: Times = {
-        ("forward", 0): compute(3),
-        ("backward", 0): compute(4),
-        ("update", None): compute(2),
-    }
+    times = times_of(forward=3, backward=4, update=2)
     assert step_price(WHOLE, times) == StepPrice(step_ms=9, wire_ms=0, compute_ms=9)
 
 
 def test_what_no_operation_waits_for_at_once_is_hidden() -> None:
     # clean rows of the next batch have all of this step to come
-    times: Times = {("forward", 0): compute(10), ("fetch_clean", None): send(7)}
+    times = times_of(forward=10, fetch_clean=7)
     assert step_price(WHOLE, times) == StepPrice(step_ms=10, wire_ms=7, compute_ms=10)
 
 
 def test_where_steps_meet_rows_and_gradients_of_a_whole_batch_are_exposed() -> None:
-    times: Times = {
-        ("forward", 0): compute(10),
-        ("backward", 0): compute(10),
-        ("send_gradients", 0): send(5),
-        ("fetch_dirty", 0): send(4),
-    }
-    assert step_price(WHOLE, times).step_ms == pytest.approx(29)
+    found = step_ms(forward=10, backward=10, send_gradients=5, fetch_dirty=4)
+    assert found == pytest.approx(29)
 
 
 def test_of_two_micro_batches_only_the_first_chunk_is_exposed() -> None:
     # backward: part 1 (9), its gradients (6) beside part 0 (3); then part 0's (2) behind them; the
     # update comes after 3 + 6 = 9 + ... = 9 + max(3, 6) + 2. Dirty rows: chunk 0 (1) is waited for,
     # chunk 1 (3) travels while part 0's forward runs (2) and is waited for 1 ms
-    times: Times = {
-        ("forward", 0): compute(2),
-        ("forward", 1): compute(6),
-        ("backward", 0): compute(3),
-        ("backward", 1): compute(9),
-        ("send_gradients", 0): send(2),
-        ("send_gradients", 1): send(6),
-        ("fetch_dirty", 0): send(1),
-        ("fetch_dirty", 1): send(3),
-    }
-    expected = 1 + 2 + (3 - 2) + 6 + 9 + 6 + 2
-    assert step_price(Setting(2, lookahead=True), times).step_ms == pytest.approx(expected)
+    setting = Setting(2, lookahead=True)
+    found = step_ms(
+        setting, forward=[2, 6], backward=[3, 9], send_gradients=[2, 6], fetch_dirty=[1, 3]
+    )
+    assert found == pytest.approx(1 + 2 + (3 - 2) + 6 + 9 + 6 + 2)
 
 
 def test_depth_first_the_wire_never_waits_for_a_second_forward() -> None:
     # Rows of both parts (4 each) travel in 8, their gradients in 8 more. Depth first, part 0 ends
     # (4 + 3 = 7) before the rows of part 1 arrive (8), and part 1 ends (11) before the gradients of
     # part 0 have arrived (12). Otherwise the wire waits for backward of part 1 (8 + 1 + 2).
-    times: Times = {}
-    for part in (0, 1):
-        times["fetch_dirty", part] = times["send_gradients", part] = send(4)
-        times["forward", part], times["backward", part] = compute(1), compute(2)
+    times = times_of(forward=[1, 1], backward=[2, 2], send_gradients=[4, 4], fetch_dirty=[4, 4])
     setting = Setting(2, lookahead=True)
     assert step_price(setting, times, shares_rows=False).step_ms == pytest.approx(16)
     assert step_price(setting, times).step_ms == pytest.approx(19)
@@ -81,13 +75,7 @@ def test_depth_first_the_wire_never_waits_for_a_second_forward() -> None:
 def test_a_wave_is_updated_while_the_other_is_on_the_wire() -> None:
     # after backward: gradients until 4 and 8; updates from 4 to 10 and on to 16; dirty rows of the
     # first wave from 10 to 14, of the second from 16 to 20. In one wave: 8 + 12 + 8
-    times: Times = {
-        ("forward", 0): compute(10),
-        ("backward", 0): compute(10),
-        ("send_gradients", 0): send(8),
-        ("update", None): compute(12),
-        ("fetch_dirty", 0): send(8),
-    }
+    times = times_of(forward=10, backward=10, send_gradients=8, update=12, fetch_dirty=8)
     assert step_price(WHOLE, times).step_ms == pytest.approx(20 + 28)
     in_waves = step_price(WHOLE, times, (0.5, 0.5))
     assert in_waves.step_ms == pytest.approx(20 + 20)
@@ -98,27 +86,19 @@ def test_a_wave_is_updated_while_the_other_is_on_the_wire() -> None:
 
 
 def test_a_message_that_takes_the_core_hides_nothing() -> None:
-    times: Times = {("forward", 0): compute(10), ("fetch_clean", None): send(7, core_share=1.0)}
-    assert step_price(WHOLE, times).step_ms == pytest.approx(17)
-    half: Times = {("forward", 0): compute(10), ("fetch_clean", None): send(7, core_share=0.5)}
-    assert step_price(WHOLE, half).step_ms == pytest.approx(13.5)
+    assert step_ms(forward=10, fetch_clean=send(7, core_share=1.0)) == pytest.approx(17)
+    assert step_ms(forward=10, fetch_clean=send(7, core_share=0.5)) == pytest.approx(13.5)
 
 
 def test_an_exposed_exchange_waits_behind_what_is_on_the_wire() -> None:
-    stock = OpTime(compute_ms=10, exposed=((Message(5), 2.0),))
-    times: Times = {("forward", 0): stock}
+    times = times_of(forward=OpTime(compute_ms=10, exposed=((Message(5), 2.0),)))
     assert step_price(WHOLE, times) == StepPrice(step_ms=17, wire_ms=5, compute_ms=12)
-    times[("fetch_clean", None)] = send(8)  # of the next batch, sent just before
+    times["fetch_clean", None] = send(8)  # of the next batch, sent just before
     assert step_price(WHOLE, times).step_ms == pytest.approx(8 + 5 + 2 + 10)
 
 
 def test_a_wire_with_too_much_to_do_sets_the_pace() -> None:
-    times: Times = {
-        ("forward", 0): compute(5),
-        ("fetch_clean", None): send(50),
-        ("send_gradients", 0): send(40),
-    }
-    assert step_price(WHOLE, times).step_ms == pytest.approx(90)
+    assert step_ms(forward=5, fetch_clean=50, send_gradients=40) == pytest.approx(90)
 
 
 def test_only_what_sends_has_a_message() -> None:

@@ -23,7 +23,7 @@ from tests.rows.worlds import (
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows
-from torchrec_picasso.rows.group import ROUTES
+from torchrec_picasso.rows.group import ROUTES, RowBuffers
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.rows.row_route import RowRoute
 
@@ -219,3 +219,14 @@ def test_rows_of_another_hot_set_are_never_served() -> None:
     route.hot = type(route.hot)(route.hot.ids_H, route.hot.start_P1, epoch=1)
     with pytest.raises(AssertionError, match="another hot set"):
         BatchRows(group, request.lay_out())
+
+
+def test_given_back_memory_is_used_again_also_by_a_smaller_matrix() -> None:
+    buffers = RowBuffers(4, torch.device("cpu"))
+    first = buffers.take(100)
+    assert first.shape == (100, 4)
+    address = first.data_ptr()
+    buffers.release(first)
+    again = buffers.take(90)
+    assert again.shape == (90, 4)
+    assert again.data_ptr() == address
