@@ -223,7 +223,7 @@ class Sizes:
 
 
 def _equal_sides(expr: Any) -> tuple[Any, Any]:
-    """What an assumption takes for equal, without a common factor; ``None`` = it is another one."""
+    """Two sizes that an assumption takes for equal, reduced; ``None`` = it is another one."""
     parts = [part for part in sympy.Or.make_args(expr) if not _is_of_small_size(part)]
     if len(parts) == 1 and isinstance(parts[0], sympy.Eq):
         (factor, one), (other_factor, other) = (side.as_coeff_Mul() for side in parts[0].args)
