@@ -1,4 +1,4 @@
-"""The state that a proof depends on, except tensors' data: kept, restored, and compared before each step.
+"""The state that a proof depends on, except tensors' data: kept, restored, compared each step.
 
 In K micro-batches a forward runs K times, so a function that counts in a global, reads a clock or
 keeps batches behaves differently. So every container that the model's code can reach is kept by a

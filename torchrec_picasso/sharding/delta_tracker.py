@@ -113,7 +113,7 @@ def _values_by_table(mode: TrackingMode, kernel: HotColdKernel) -> Iterable[Tens
 
 
 def _tracked(mode: TrackingMode, values: Tensor) -> Tensor:
-    """Values of the looked-up rows that a mode tracks: weights as float32, norms of state, or state."""
+    """Values of looked-up rows that a mode tracks: weights in float32, norms of state, or state."""
     if mode == TrackingMode.EMBEDDING:
         return values.float()
     return values.norm(dim=1) if mode == TrackingMode.MOMENTUM_LAST else values
