@@ -3,15 +3,15 @@
     python -m benchmarks.fields --rate-mbit 1000 -o fields.json
     python -m benchmarks.fields --rate-mbit 0 --fields 200
 
-Fields: a seed draws them, 1,000 to --max-rows rows (log-uniform), 8 to 64 columns, ids of Zipf
-exponent 0.4 to 1.3, 1 to 8 ids per sample, summed or (one field in three) averaged. One thin
-over-arch reads them all. Each table does little, so what counts is what a step costs beside its
-rows: operators, collectives, Python.
+Fields: a seed draws them, 1,000 to --max-rows rows (log-uniform), --dim / 8 to --dim columns, ids
+of Zipf exponent 0.4 to 1.3, 1 to 8 ids per sample, summed or (one field in three) averaged. One
+thin over-arch reads them all. Each table does little, so what counts is what a step costs beside
+its rows: operators, collectives, Python.
 
-Sequences: a DIN-like model reads clicks with the history before them, by an EmbeddingCollection of
-64 columns beside pooled profiles of 16. They come from Alimama's rows, drawn again for each batch,
-from Globo's clicks in time order, each beside an article that was not clicked, or are generated;
-the columns of --data tell which:
+Sequences: a DIN-like model reads clicks with the history before them, by an EmbeddingCollection
+of --dim columns beside pooled profiles of 16. They come from Alimama's rows, drawn again for each
+batch, from Globo's clicks in time order, each beside an article that was not clicked, or are
+generated; the columns of --data tell which:
 
     python -m benchmarks.fields --model sequences --data ../shared/data/alimama_10k.parquet \
         --batch-size 4096 -o sequences.json
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-o", "--out", metavar="FILE", help="JSON to write")
     for name, least, what in (
         ("--fields", 1, "fields, each with its table"),
-        ("--dim", 4, "columns of every table of a log"),
+        ("--dim", 4, "columns of tables of a log or of sequences, and of the widest fields"),
         ("--batch-size", 1, "samples per rank and step"),
         ("--hosts", 2, "hosts, one rank on each"),
         ("--rounds", 1, "turns of every variant"),

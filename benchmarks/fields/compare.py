@@ -67,13 +67,7 @@ def make_workload(question: Question) -> Workload:
     if question.zoo is not None:
         return ZooWorkload(question.zoo, question.hosts)
     if question.model == "sequences":
-        return SequencesWorkload(
-            question.data,
-            question.batch_size,
-            question.seed,
-            question.max_rows,
-            question.hosts,
-        )
+        return SequencesWorkload(question)
     if question.model == "columns":
         return ColumnsWorkload(question)
     return FieldsWorkload(question)

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torchrec.datasets.utils import Batch
 
 from benchmarks.fields.model import FieldsModel, build_model, model_tables
 from benchmarks.fields.question import Question
 from benchmarks.fields.workload import ModelTable
-from torchrec_picasso.app.zoo.data.field_specs import draw_fields
+from torchrec_picasso.app.zoo.data.field_specs import WIDEST, draw_fields
 from torchrec_picasso.app.zoo.data.fields import FieldsSource
+
+_LEAST_DIM = 4  # FBGEMM's narrowest table
 
 
 class FieldsWorkload:
     """Fields that a seed draws.
 
     Args:
-        question: Number and sizes of the fields.
+        question: Number and sizes of the fields; the widest ones have ``dim`` columns.
     """
 
     def __init__(self, question: Question) -> None:
         self._question = question
-        self._fields = draw_fields(question.fields, question.max_rows, question.seed)
+        fields = draw_fields(question.fields, question.max_rows, question.seed)
+        self._fields = tuple(
+            replace(field, dim=max(_LEAST_DIM, field.dim * question.dim // WIDEST))
+            for field in fields
+        )
         self._source = FieldsSource(
             self._fields, question.batch_size, question.heldout_steps, question.seed
         )

@@ -23,7 +23,7 @@ class Question(Settings):
             model of sequences. The latter two have their own tables. Or :data:`ZOO`.
         zoo: The configuration of a model of the zoo.
         data: File of columns, or :data:`UNIFORM`; or of sequences, ``None`` = generated ones.
-        dim: Columns of every table of a log.
+        dim: Columns of every table of a log, of sequences, and of the widest generated fields.
         seed: Draws fields, ids, labels and weights.
         local_costs: Whether the planner's local costs are measured too, not only the links.
         dense: Whether the model's dense part is measured, too.

@@ -9,6 +9,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from benchmarks.fields.question import Question
 from benchmarks.fields.workload import ModelTable
 from torchrec_picasso.app.zoo.click_model import ClickModel
 from torchrec_picasso.app.zoo.data.alimama import generate_alimama
@@ -17,33 +18,29 @@ from torchrec_picasso.app.zoo.data.clicks import Clicks
 from torchrec_picasso.app.zoo.data.shares import HELDOUT, TRAIN, Shares
 from torchrec_picasso.app.zoo.din import build_din
 
-_SEQUENCE_DIM, _PROFILE_DIM, _TABLE_LR = 64, 16, 0.02
+_PROFILE_DIM, _TABLE_LR = 16, 0.02
 
 
 class SequencesWorkload:
     """Clicks with histories.
 
     Args:
-        path: File of real rows; ``None`` = generated ones.
-        batch_size: Samples per rank and step.
-        seed: Draws batches, dense weights and generated rows.
-        max_rows: Most rows of a table; larger ids are taken modulo this.
-        world_size: Ranks that share the samples of a step.
+        question: File of real rows (``None`` = generated ones), cap on rows, columns of sequences.
     """
 
-    def __init__(
-        self, path: str | None, batch_size: int, seed: int, max_rows: int, world_size: int
-    ) -> None:
-        clicks = generate_alimama(seed) if path is None else read_clicks(path)
-        self._clicks: Clicks = clicks.hashed(max_rows)
-        self._path = path
-        self._seed = seed
+    def __init__(self, question: Question) -> None:
+        clicks = (
+            generate_alimama(question.seed) if question.data is None else read_clicks(question.data)
+        )
+        self._clicks: Clicks = clicks.hashed(question.max_rows)
+        self._path, self._dim = question.data, question.dim
+        self._seed = question.seed
         self._shares = Shares(
             num_samples=len(clicks),
             in_time_order=clicks.in_time_order,
-            batch_size=batch_size,
-            world_size=world_size,
-            seed=seed,
+            batch_size=question.batch_size,
+            world_size=question.hosts,
+            seed=question.seed,
             start=len(clicks) // 2,
         )
 
@@ -54,9 +51,9 @@ class SequencesWorkload:
         sequences = [
             ModelTable(
                 name=f"t_{target}",
-                module=f"embeddings.collections.target_{_SEQUENCE_DIM}",
+                module=f"embeddings.collections.target_{self._dim}",
                 num_embeddings=clicks.num_rows(target),
-                dim=_SEQUENCE_DIM,
+                dim=self._dim,
                 ids_per_sample=1 + float(np.mean(history.lengths_n)),
             )
             for target, history in clicks.histories.items()
@@ -75,7 +72,7 @@ class SequencesWorkload:
 
     def model(self) -> ClickModel:
         """The model before sharding, row-wise Adagrad fused into its tables."""
-        train = build_din(self._clicks, _SEQUENCE_DIM, _PROFILE_DIM, self._seed)
+        train = build_din(self._clicks, self._dim, _PROFILE_DIM, self._seed)
         parameters = train.embeddings.parameters()
         apply_optimizer_in_backward(RowWiseAdagrad, parameters, {"lr": _TABLE_LR})
         return train

@@ -27,7 +27,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
+from benchmarks.calibrated import calibrated_curves
+from benchmarks.cluster import ClusterError, usable_rate
 from benchmarks.command import command_parser
 from benchmarks.fields.__main__ import answer
 from benchmarks.fields.question import ZOO, Question
@@ -35,12 +36,9 @@ from benchmarks.fields.report import print_report
 from benchmarks.pipelines.report import write_report
 from benchmarks.scoreboard.board import print_board, read_line
 from benchmarks.scoreboard.entries import ENTRIES, FIELDS, train_config
-from torchrec_picasso import CommCurves
-from torchrec_picasso.app.cli.calibrate import calibrate_on_rank
 from torchrec_picasso.app.launch.run_ranks import RankError
 from torchrec_picasso.errors import PicassoError
 
-_MOST_BYTES, _SECONDS_PER_POINT, _TIMEOUT_S = 64 << 20, 0.3, 600.0
 _NAMES = [*ENTRIES, *FIELDS]
 _VARIANTS = ("table_wise", "planner", "ours")
 
@@ -88,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{name}: {path} is there", flush=True)
                 continue
             print(f"{name}: {place + 1} of {len(args.only)}", flush=True)
-            report = answer(question_of(name, args), _curves(folder, args.rate_mbit))
+            question = question_of(name, args)
+            curves_file = folder / "curves.json"
+            curves = calibrated_curves(curves_file, question.hosts, question.rate_mbit)
+            report = answer(question, curves)
             print_report(report)
             write_report(report, path)
     except (PicassoError, RankError, ClusterError, OSError) as error:
@@ -101,17 +102,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print_board(lines)
     return 0
-
-
-def _curves(folder: Path, rate_mbit: float) -> CommCurves:
-    """Curves of links and local work, measured once and kept beside the models."""
-    path = folder / "curves.json"
-    if not path.exists():
-        hosts, rate = Question().hosts, usable_rate(rate_mbit or None)
-        arguments = _MOST_BYTES, _SECONDS_PER_POINT, True
-        by_rank = run_on_hosts(calibrate_on_rank, hosts, rate, *arguments, timeout_s=_TIMEOUT_S)
-        by_rank[0].to_json(path)
-    return CommCurves.from_json(path)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,7 +14,8 @@ import numpy as np
 from torchrec_picasso.errors import ConfigError
 
 LEAST_ROWS = 1_000
-_DIMS = (8, 16, 32, 64)
+WIDEST = 64
+_DIMS = (8, 16, 32, WIDEST)
 _EXPONENTS = (0.4, 1.3)
 _MOST_IDS = 8
 _MEAN_SHARE = 1 / 3

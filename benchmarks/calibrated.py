@@ -1,0 +1,28 @@
+"""Curves of emulated links and of a core's work, measured once and kept in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.cluster import run_on_hosts
+from torchrec_picasso import CommCurves
+from torchrec_picasso.app.cli.calibrate import calibrate_on_rank
+
+_MOST_BYTES, _SECONDS_PER_POINT, _TIMEOUT_S = 64 << 20, 0.3, 600.0
+
+
+def calibrated_curves(path: Path, hosts: int, rate_mbit: float | None) -> CommCurves:
+    """Reads the curves of a file; measures and writes them first where there is none.
+
+    Args:
+        path: File of the curves.
+        hosts: Hosts of one rank each.
+        rate_mbit: Rate of every link, Mbit/s; ``None`` = loopback.
+    """
+    if not path.exists():
+        arguments = _MOST_BYTES, _SECONDS_PER_POINT, True
+        by_rank = run_on_hosts(
+            calibrate_on_rank, hosts, rate_mbit, *arguments, timeout_s=_TIMEOUT_S
+        )
+        by_rank[0].to_json(path)
+    return CommCurves.from_json(path)
