@@ -29,6 +29,7 @@ from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.exchange.all_to_all import start_all_to_all
 
 _SORTED, _TURNS, _ROUNDS = 120_000, 20, 4
+_MUCH = 1 << 30  # a bound for which ranks send messages to each other
 _TIMEOUT_S = 900.0
 
 

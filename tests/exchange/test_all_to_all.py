@@ -14,6 +14,7 @@ from torchrec_picasso.exchange.waiting import Pending
 
 NUM_EXCHANGES = 300
 MOST_IN_FLIGHT = 4
+_MUCH = 1 << 30
 
 
 def _blocks(number: int, world_size: int) -> list[list[int]]:
@@ -36,6 +37,7 @@ def _start(rank: int, world_size: int, number: int) -> tuple[Pending, Tensor, Te
         torch.cat([_sent(number, rank, t, n) for t, n in enumerate(send_W)]),
         receive_W,
         send_W,
+        most_sent=0 if number % 3 else _MUCH,  # both ways, one after the other
     )
     expected = torch.cat([_sent(number, s, rank, n) for s, n in enumerate(receive_W)])
     return pending, output, expected

@@ -28,7 +28,7 @@ def _exchange(rank: int, world_size: int, trainer_nice: int) -> tuple[list[int],
     os.setpriority(os.PRIO_PROCESS, 0, trainer_nice)
     before = _nice_of_gloo()
     received = torch.empty(world_size)
-    start_all_to_all(pg, received, torch.ones(world_size), [1] * 2, [1] * 2).wait()
+    start_all_to_all(pg, received, torch.ones(world_size), *[[1] * 2] * 2, most_sent=2).wait()
     assert received.tolist() == [1.0] * world_size
     let_training_go_first()  # once more changes nothing
     return before, _nice_of_gloo(), os.getpriority(os.PRIO_PROCESS, 0)

@@ -34,8 +34,14 @@ class FakeRanks:
         self._collectives = collectives
 
     def start_all_to_all(
-        self, output_m: Tensor, input_n: Tensor, receive_W: Sequence[int], send_W: Sequence[int]
+        self,
+        output_m: Tensor,
+        input_n: Tensor,
+        receive_W: Sequence[int],
+        send_W: Sequence[int],
+        most_sent: int,
     ) -> _Pending:
+        assert sum(receive_W) <= most_sent * len(receive_W), "no bound of what ranks send"
         assert sum(receive_W) == output_m.numel()
         assert sum(send_W) == input_n.numel()
         self.sent_elements += sum(send_W) - send_W[self.rank]

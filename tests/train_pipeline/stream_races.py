@@ -93,10 +93,10 @@ class RaceDetector(TorchDispatchMode):
             yield
 
     def _start_all_to_all(
-        self, pg: dist.ProcessGroup, output_m: Tensor, input_n: Tensor, *counts: Any
+        self, pg: dist.ProcessGroup, output_m: Tensor, input_n: Tensor, *sizes: Any
     ) -> Pending:
         self._check_use(input_n, self._current.stream_id, "all-to-all")
-        pending = start_all_to_all(pg, output_m, input_n, *counts)
+        pending = start_all_to_all(pg, output_m, input_n, *sizes)
         if output_m.nbytes < output_m.untyped_storage().nbytes():
             # a slice of rows or gradients; the others' uses look like its own
             return _Watched(self, pending, None, input_n)

@@ -167,9 +167,11 @@ def _prepare(
     share = max(1, numel // world_size)  # one of W equal shares stays on the rank
     whole, other = (torch.zeros(share * world_size, device=device) for _ in range(2))
     part, block_W = torch.zeros(share, device=device), [share] * world_size
+    # a step knows a bound of what ranks send, about four times as much
+    row_exchange = other, whole, block_W, block_W, 4 * whole.numel()
     calls: dict[str, Callable[[], object]] = {
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=pg),
-        "row_exchange": lambda: start_all_to_all(pg, other, whole, block_W, block_W).wait(),
+        "row_exchange": lambda: start_all_to_all(pg, *row_exchange).wait(),
         "all_reduce": lambda: dist.all_reduce(whole, group=pg),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=pg),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=pg),

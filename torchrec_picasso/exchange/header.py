@@ -27,8 +27,8 @@ from torchrec_picasso.exchange.waiting import wait_for
 __all__ = ["Header", "HeaderExchange", "HeaderWords", "ReceivedWords", "RouteWords"]
 
 _NUM_OWN_WORDS = 3
-"""Outside ids, bad weights, and the state, whose bits follow."""
-_HAS_DATA, _BAD_LENGTHS, _LOOKS_UP_NOTHING = 1, 2, 4
+"""Outside ids, bad weights, and the state: the bits that follow, then the number of rows."""
+_HAS_DATA, _BAD_LENGTHS, _LOOKS_UP_NOTHING, _STATES = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,13 @@ class HeaderWords:
     """Whether this rank's batch comes from its data, even if it has no samples."""
     looks_up_nothing: bool = False
     """Whether this rank's batch has no lookup; such a batch may have no samples."""
+    most_rows: int = 0
+    """A bound of the rows, or of the bags, that this rank's batch asks for."""
 
     def to_send(self, world_size: int) -> Tensor:
         """Builds the message to each rank, own words before those of routes: int64, ``(W, X)``."""
         state = _HAS_DATA * self.has_data + _LOOKS_UP_NOTHING * self.looks_up_nothing
+        state += _STATES * self.most_rows
         state_word = torch.full_like(self.outside_ids, state)
         # bad_lengths may be a device tensor; its bit is then added without a host sync.
         if isinstance(self.bad_lengths, Tensor):
@@ -94,6 +97,8 @@ class Header:
     """Whether any rank's batch contains data, rather than a placeholder after the data's end."""
     any_looks_up_nothing: bool
     """Whether any rank's batch has no lookup."""
+    most_rows: int
+    """A bound of the rows that any rank's batch asks for, equal on all ranks."""
 
 
 class HeaderExchange:
@@ -108,7 +113,7 @@ class HeaderExchange:
         self._received_WX = torch.empty_like(self._sent_WX)
         words_W = [self._sent_WX.size(1)] * ranks.size
         self._work = ranks.start_all_to_all(
-            self._received_WX.view(-1), self._sent_WX.view(-1), words_W, words_W
+            self._received_WX.view(-1), self._sent_WX.view(-1), words_W, words_W, sum(words_W)
         )
 
     def wait(self) -> Header:
@@ -134,6 +139,7 @@ class HeaderExchange:
             bad_lengths_W=[bool(state & _BAD_LENGTHS) for state in states_W],
             any_data=any(state & _HAS_DATA for state in states_W),
             any_looks_up_nothing=any(state & _LOOKS_UP_NOTHING for state in states_W),
+            most_rows=max(states_W) // _STATES,
         )
 
 

@@ -46,12 +46,17 @@ class Payload(NamedTuple):
 class PackedAllToAll:
     """Sends the rows of all payloads to the ranks that they are grouped by; starts at construction.
 
-    Collective: all ranks create the object and wait for it in the same order. Without a codec the
-    wire has the precision of the payloads.
+    Collective: all ranks create the object and wait for it in the same order. ``most_rows`` is a
+    bound of the rows that a rank sends, equal on all ranks. Without a codec the wire has the
+    precision of the payloads.
     """
 
     def __init__(
-        self, ranks: Ranks, payloads: Sequence[Payload], codec: QuantizedCommCodec | None = None
+        self,
+        ranks: Ranks,
+        payloads: Sequence[Payload],
+        most_rows: int,
+        codec: QuantizedCommCodec | None = None,
     ) -> None:
         sent_P, sent_PW, received_P, received_PW = zip(*payloads)
         self._received_P: Sequence[Tensor] = received_P
@@ -74,7 +79,8 @@ class PackedAllToAll:
         )
         self._wire_in = wire_in  # the work object need not keep its input alive
         self._has_ended = False
-        self._work = ranks.start_all_to_all(self._wire_out, wire_in, receive_W, send_W)
+        most_sent = most_rows * max(dims_P)
+        self._work = ranks.start_all_to_all(self._wire_out, wire_in, receive_W, send_W, most_sent)
 
     def wait(self) -> None:
         """Finishes the exchange and fills the payloads' memory; further calls have no effect."""

@@ -64,10 +64,15 @@ class Ranks:
         return self.size if get_gradient_division() else 1
 
     def start_all_to_all(
-        self, output_m: Tensor, input_n: Tensor, receive_W: Sequence[int], send_W: Sequence[int]
+        self,
+        output_m: Tensor,
+        input_n: Tensor,
+        receive_W: Sequence[int],
+        send_W: Sequence[int],
+        most_sent: int,
     ) -> Pending:
         """Starts sending each rank its block, as :func:`start_all_to_all`. Collective."""
-        return start_all_to_all(self.pg, output_m, input_n, receive_W, send_W)
+        return start_all_to_all(self.pg, output_m, input_n, receive_W, send_W, most_sent)
 
     def start_sum(self, values: Tensor) -> Pending:
         """Starts summing values over ranks, in place. Collective.

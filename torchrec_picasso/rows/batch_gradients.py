@@ -78,7 +78,9 @@ class BatchGradients:
             for pack, home in zip(packs, at_home)
         ]
         ranks = self._group.ranks
-        self._pend(wave, PackedAllToAll(ranks, payloads, ranks.gradient_codec))
+        self._pend(
+            wave, PackedAllToAll(ranks, payloads, self._layout.most_rows, ranks.gradient_codec)
+        )
 
     def reduce_hot(self, wave: int | None = None) -> None:
         """Starts summing the gradients of touched replicas over all ranks. Collective."""

@@ -96,7 +96,7 @@ class BatchRows:
                         received.counts_EW[exchange],
                     )
                 )
-            pending = PackedAllToAll(ranks, payloads, ranks.row_codec)
+            pending = PackedAllToAll(ranks, payloads, self.layout.most_rows, ranks.row_codec)
         self._arrivals.append(_Arrival(exchange, frozenset(packs), pending))
 
     def read_hot(self) -> None:

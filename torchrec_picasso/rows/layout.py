@@ -30,6 +30,8 @@ class RowLayout:
     """Samples of each micro-batch; ``None`` if every feature has its own batch size."""
     hot_epoch: int
     """Epoch of the hot set that the slots belong to."""
+    most_rows: int
+    """A bound of the rows that any rank's batch asks for, equal on all ranks."""
     packs: Sequence[PackLayout]
     rows_M: Sequence[int]
     """Number of rows of each matrix that this rank uses."""

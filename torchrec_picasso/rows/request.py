@@ -83,6 +83,7 @@ class RowRequest:
             bad_lengths=are_bad(validated),
             has_data=has_data,
             looks_up_nothing=not features.values().numel(),
+            most_rows=max(features.values().numel(), features.lengths().numel()),
         )
 
     def send_header(self) -> None:
@@ -103,7 +104,7 @@ class RowRequest:
         for request, words in zip(self.routes, header.routes):
             request.take_header(words)
         payloads = [p for request in self.routes for p in request.ids(group.row_dtype)]
-        self._ids = PackedAllToAll(group.ranks, payloads)
+        self._ids = PackedAllToAll(group.ranks, payloads, header.most_rows)
         return True
 
     @property
@@ -121,7 +122,7 @@ class RowRequest:
         requests = zip(self.routes, before.routes)
         payloads = [p for request, earlier in requests for p in request.dirty_mask(earlier)]
         if payloads:
-            self._dirty_mask = PackedAllToAll(self._group.ranks, payloads)
+            self._dirty_mask = PackedAllToAll(self._group.ranks, payloads, self._header.most_rows)
 
     def lay_out(self) -> RowLayout:
         """Builds the layout; waits for the dirty mask. Without a mask, all rows are dirty."""
@@ -139,6 +140,7 @@ class RowRequest:
             features_by_module=self._features_by_module,
             sizes_K=self._sizes_K,
             hot_epoch=self._hot_epoch,
+            most_rows=self._header.most_rows,
             packs=packs,
             rows_M=[sum(pack.num_rows for pack in packs[matrix]) for matrix in matrices],
             pooling_KM=pooling_KM,

@@ -126,5 +126,5 @@ class HotHomes:
         # are grouped by home rank, the order of slots_by_home_H.
         sent = torch.cat([own] * world_size)
         payload = Payload(sent, [own.size(0)] * world_size, received, self.counts_W)
-        PackedAllToAll(ranks, [payload]).wait()
+        PackedAllToAll(ranks, [payload], world_size * self.num_hot_rows).wait()
         replicas[self.slots_by_home_H] = received
