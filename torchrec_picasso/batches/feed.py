@@ -21,6 +21,7 @@ from torchrec_picasso._torchrec import TrainPipelineContext
 from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.batches.split import num_samples, reason_of
 from torchrec_picasso.errors import CompatError, PicassoError
+from torchrec_picasso.exchange.agreement import Gathered
 
 __all__ = ["AnyData", "BatchFeed", "Fetched", "SplitBatch", "empty_batch", "find_data"]
 
@@ -88,7 +89,7 @@ class BatchFeed:
                 if batch is not None:
                     self._id_stream.take_batch(batch)
                 # a rank without any batch so far has nothing to make an empty batch from
-                empty = _share_empty_batch(pg, self._device, source, batch, self._split)
+                empty = share_empty_batch(pg, self._device, source, batch, self._split)
                 own = own or Fetched(empty, self.create_context(), has_data=False)
         self.has_ended = False
         return own
@@ -159,15 +160,10 @@ def find_data(
 ) -> tuple[int | None, bool]:
     """Returns the lowest rank that has a batch, ``None`` = no rank has one; and whether all do.
 
-    Collective: one all-reduce of 16 bytes with a host wait; none with one rank.
+    Collective: the host waits for 8 bytes of each rank; nothing with one rank.
     """
-    if pg.size() == 1:
-        return 0 if has_data else None, has_data
-    # one MIN gives both: the lowest rank with data (size = none), and 1 only if all have data
-    lowest = torch.tensor([pg.rank() if has_data else pg.size(), int(has_data)], device=device)
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=pg)
-    first, all_have = lowest.tolist()
-    return None if first == pg.size() else first, bool(all_have)
+    has_data_W = [bool(has) for (has,) in Gathered(pg, device, [has_data]).wait()]
+    return (has_data_W.index(True) if any(has_data_W) else None), all(has_data_W)
 
 
 def empty_batch(batch: Any, split: SplitBatch) -> Any:
@@ -183,7 +179,7 @@ def empty_batch(batch: Any, split: SplitBatch) -> Any:
         ) from error
 
 
-def _share_empty_batch(
+def share_empty_batch(
     pg: dist.ProcessGroup, device: torch.device, source: int, batch: Any, split: SplitBatch
 ) -> Any:
     """Sends every rank an empty batch made from the ``batch`` of rank ``source`` alone.

@@ -10,6 +10,7 @@ result reaches the host without a device sync.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -17,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from torchrec_picasso.exchange.all_to_all import new_gloo_group
-from torchrec_picasso.exchange.waiting import note_sent, wait_for
+from torchrec_picasso.exchange.waiting import Pending, note_sent, wait_for
 
-__all__ = ["Agreement", "Flags", "agree_on"]
+__all__ = ["Agreement", "Flags", "Gathered", "agree_on"]
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """The gloo group for the flags of a process group, with equal ranks and timeout."""
@@ -37,51 +38,60 @@ class Flags:
     """Whether a batch in flight cannot be trained."""
 
 
-class Agreement:
-    """Computes the maximum of all ranks' flags; starts at construction.
+class Gathered:
+    """Gathers a few integers of every rank; starts at construction.
 
     Collective: every rank of ``pg`` creates the object and waits for it in the same order; the
-    first object of a process group also creates the group of the flags. ``device`` is the one on
-    which the collectives of ``pg`` run. Costs an all-to-all of 8 bytes per flag over gloo, a third
-    of the CPU time of an all-reduce; nothing with one rank.
+    first object of a process group also creates the group that carries the integers. ``device`` is
+    the one on which the collectives of ``pg`` run. Costs an all-to-all of 8 bytes per integer over
+    gloo, a third of the CPU time of an all-reduce; nothing with one rank.
     """
 
-    def __init__(self, pg: dist.ProcessGroup, device: torch.device, flags: Flags) -> None:
-        self._agreed = flags if pg.size() == 1 else None
-        if self._agreed is not None:
+    def __init__(self, pg: dist.ProcessGroup, device: torch.device, own: Sequence[int]) -> None:
+        self._by_rank = [list(own)]
+        self._work: Pending | None = None
+        if pg.size() == 1:
             return
-        # One int64 per flag and rank, (W, flags), on the CPU: gloo sends host memory.
-        own = torch.tensor(list(vars(flags).values()), dtype=torch.int64, device="cpu")
-        sent = own.repeat(pg.size(), 1)
-        note_sent(own.nbytes * (pg.size() - 1))
+        # (W, n) on the CPU: gloo sends host memory.
+        sent_Wn = torch.tensor([list(own)] * pg.size(), dtype=torch.int64, device="cpu")
+        note_sent(sent_Wn[0].nbytes * (pg.size() - 1))
         if pg not in _groups:
             _groups[pg] = new_gloo_group(pg, device)
-        self._flags_W = torch.empty_like(sent)
-        self._work = dist.all_to_all_single(self._flags_W, sent, group=_groups[pg], async_op=True)
+        self._received_Wn = torch.empty_like(sent_Wn)
+        self._work = dist.all_to_all_single(
+            self._received_Wn, sent_Wn, group=_groups[pg], async_op=True
+        )
+
+    def wait(self) -> list[list[int]]:
+        """Returns the integers of each rank; equal on all ranks."""
+        if self._work is not None:
+            wait_for(self._work)
+            self._by_rank, self._work = self._received_Wn.tolist(), None
+        return self._by_rank
+
+
+class Agreement:
+    """Computes the maximum of all ranks' flags; starts at construction, as :class:`Gathered`."""
+
+    def __init__(self, pg: dist.ProcessGroup, device: torch.device, flags: Flags) -> None:
+        self._gathered = Gathered(pg, device, [int(flag) for flag in vars(flags).values()])
 
     def wait(self) -> Flags:
         """Returns the maximum of each flag over all ranks; equal on all ranks."""
-        if self._agreed is None:
-            wait_for(self._work)
-            self._agreed = Flags(*map(any, zip(*self._flags_W.tolist())))
-        return self._agreed
+        return Flags(*map(any, zip(*self._gathered.wait())))
 
 
 def agree_on(pg: dist.ProcessGroup, device: torch.device, text: str | None) -> str | None:
     """Returns, on all ranks, the text of the lowest rank that has one, else ``None``. Collective.
 
-    Collectives of ``pg`` run on ``device``. Costs a blocking all-reduce of 8 bytes; if any rank has
-    a text, also its broadcast.
+    Collectives of ``pg`` run on ``device``. Costs a :class:`Gathered`; if any rank has a text, also
+    its broadcast.
     """
-    if pg.size() == 1:
-        return text
-    # Minimum over the ranks that have a text; W = no rank has one.
-    candidate = pg.rank() if text is not None else pg.size()
-    first = torch.tensor([candidate], device=device)
-    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=pg)
-    source = int(first.item())
-    if source == pg.size():
+    has_text_W = [has_text for (has_text,) in Gathered(pg, device, [text is not None]).wait()]
+    if not any(has_text_W):
         return None
     payload = [text]
-    dist.broadcast_object_list(payload, group=pg, group_src=source, device=device)
+    if pg.size() > 1:
+        source = has_text_W.index(1)
+        dist.broadcast_object_list(payload, group=pg, group_src=source, device=device)
     return payload[0]
