@@ -68,9 +68,10 @@ def test_homes_are_asked_for_evenly(
     assert decision.homes.max_over_mean <= 1.1
     incoming_W = np.zeros(world_size)
     num_batches = len(halves[1]) // BATCH_SIZE
-    for column, name in enumerate(FEATURES):
-        ends_W = np.cumsum(decision.block_rows[name])
-        hot = decision.hot_sets[name].numpy()
+    for column, placement in enumerate(decision.placements):
+        assert placement is not None
+        ends_W = np.cumsum(decision.block_rows[column])
+        hot = placement.hot_rows.numpy()
         for batch in np.split(halves[1][: num_batches * BATCH_SIZE, column], num_batches):
             cold = np.setdiff1d(batch, hot)
             homes = np.searchsorted(ends_W, cold, side="right")

@@ -32,7 +32,8 @@ from torchrec_picasso.cost.stock import (
     stock_totals,
 )
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
-from torchrec_picasso.placement import Form, owner_pooled_waves, pack_key
+from torchrec_picasso.placement import Form, HotColdParams, owner_pooled_waves, pack_key
+from torchrec_picasso.storage.exactness import Refusal
 
 __all__ = ["Choice", "PricedPlan", "TableInfo", "choose", "price_plan"]
 
@@ -61,23 +62,18 @@ class TableInfo:
     """One table of the model and its allowed placements."""
 
     load: TableLoad
-    not_hot_cold: str | None = None  # reason why the table cannot be hot/cold; None = it can
-    no_hot_rows: str | None = None  # reason why it cannot have hot rows; None = it can
+    not_hot_cold: Refusal | None = None  # reason why the table cannot be hot/cold; None = it can
+    no_hot_rows: Refusal | None = None  # reason why it cannot have hot rows; None = it can
     no_bags: str | None = "owner-pooling was not considered"  # the same for owner-pooling
-    required_form: Form | None = None  # exchange that the user requires if it is hot/cold
+    required: HotColdParams | None = None  # placement in the user's constraints
     stock_types: tuple[str, ...] = ("table_wise", "row_wise")  # allowed ones
     module: str = ""  # path of the table's module; its tables share an exchange
 
     @property
-    def may_be_hot_cold(self) -> bool:
-        """Whether the table can be hot/cold."""
-        return self.not_hot_cold is None
-
-    @property
     def forms(self) -> tuple[Form, ...]:
         """Allowed exchanges, if the table is hot/cold."""
-        if self.required_form is not None:
-            return (self.required_form,)
+        if self.required is not None:
+            return (self.required.form,)
         return ("rows", "bags") if self.no_bags is None else ("rows",)
 
 
@@ -223,7 +219,7 @@ def _plans(
     tables: Sequence[TableInfo], works: Sequence[TableWork], stock_types: Sequence[str | None]
 ) -> dict[str, Forms]:
     """Lists the plans to price; some may be equal."""
-    able = {i: table.forms for i, table in enumerate(tables) if table.may_be_hot_cold}
+    able = {i: table.forms for i, table in enumerate(tables) if table.not_hot_cold is None}
 
     def fewer_bytes(work: TableWork, forms: Sequence[Form]) -> Form:
         totals = (HotColdTotals.from_table(work, 0, form) for form in (forms[0], forms[-1]))

@@ -48,7 +48,7 @@ def summarize(decision: Decision) -> dict[str, Any]:
         "stock_tables": len(decision.works) - len(chosen),
         "bag_tables": sum(form == "bags" for form in decision.forms),
         "hot_rows": sum(decision.num_hot),
-        "num_micro_batches": decision.num_micro_batches,
+        "num_micro_batches": step.num_micro_batches if chosen else None,
         "step_ms": step.step_ms,
         "wire_ms": step.wire_ms,
         "compute_ms": step.compute_ms,
@@ -73,23 +73,23 @@ def why_nothing_is_hot_cold(decision: Decision) -> str | None:
     """Explains a plan without hot/cold tables; ``None`` if a table is hot/cold."""
     if any(decision.hot_cold):
         return None
-    reasons = {table.not_hot_cold for table in decision.tables}
-    if None not in reasons:
-        return f"no table can be: {min(map(str, reasons))}"
+    reasons = [table.not_hot_cold.what for table in decision.tables if table.not_hot_cold]
+    if len(reasons) == len(decision.tables):
+        return f"no table can be: {min(reasons)}"
     return _comparison(decision) if decision.priced_ms else "hot_rows names no table"
 
 
 def _line(decision: Decision, index: int) -> dict[str, Any]:
     work, form, num_hot = decision.works[index], decision.forms[index], decision.num_hot[index]
     load, split = work.load, work.split(num_hot)
-    memory = hot_cold_memory_bytes([work], [num_hot])
+    memory, placement = hot_cold_memory_bytes([work], [num_hot]), decision.placements[index]
     return {
         "table": load.name,
         "rows": load.num_embeddings,
         "dim": load.dim,
         "placement": "hot_cold" if form else decision.stock_types[index],
         "form": form,
-        "wave": decision.waves.get(load.name),
+        "wave": placement.wave if placement is not None else None,
         "hot_rows": num_hot,
         "coverage": split.coverage,
         "lookups": load.lookups,
@@ -106,7 +106,7 @@ def _why(decision: Decision, index: int) -> str:
     table, kind = decision.tables[index], decision.stock_types[index]
     if form is None:
         if table.not_hot_cold is not None:
-            return f"stock: {table.not_hot_cold}"
+            return f"stock: {table.not_hot_cold.what}"
         reason = _comparison(decision) if decision.priced_ms else "hot_rows does not name it"
         return f"stock {kind}: {reason}"
     split = work.split(num_hot)
@@ -119,7 +119,9 @@ def _why(decision: Decision, index: int) -> str:
     elif num_hot:
         why = f"hot/cold: {num_hot:,} replicas serve {split.coverage:.0%} of lookups, {rows}"
     else:
-        reason = table.no_hot_rows or "replicas are not predicted to shorten the step"
+        reason = "replicas are not predicted to shorten the step"
+        if table.no_hot_rows is not None:
+            reason = table.no_hot_rows.what
         why = f"hot/cold without replicas: {rows}; {reason}"
     return why if kind else f"{why}; no stock type is allowed"
 

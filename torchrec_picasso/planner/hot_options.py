@@ -5,7 +5,7 @@ A hot/cold option is a row-wise option (row-exchanged) or a table-wise option (o
 the plan. The memory of replicas is added to every shard, because every rank stores all
 replicas; on a GPU to its HBM, even if home rows are in host memory.
 
-Shape letters: H hot rows, W ranks.
+Shape letters: W ranks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
-from torch import Tensor
 from torchrec.distributed.planner.types import Perf, ShardingOption, Storage, Topology
 from torchrec.distributed.types import CacheParams
 
@@ -27,64 +26,46 @@ from torchrec_picasso.planner.home_blocks import filled_blocks
 from torchrec_picasso.storage.exactness import HOT_COLD_KERNELS
 
 __all__ = [
-    *("add_replica_storage", "by_table", "copy_options", "cut_home_blocks", "explain_shortage"),
-    *("hot_cold_options", "optimizer_class", "price_options"),
-    *("replica_budget_bytes", "replica_bytes"),
+    *("TablePath", "add_replica_storage", "by_table", "copy_options", "cut_home_blocks"),
+    *("explain_shortage", "hot_cold_options", "offered_options", "optimizer_class"),
+    *("price_options", "replica_budget_bytes", "replica_bytes"),
 ]
+
+TablePath = tuple[str, str]
+"""Path of the module, name of the table."""
 
 _RESERVED_SHARE = 0.15
 """Share of a rank's memory that TorchRec's planner reserves by default."""
 
 
-def hot_cold_options(
-    options: list[ShardingOption],
-    hot_rows_H: Tensor,
-    wave: int = 0,
-    *,
-    form: Form = "rows",
-    num_micro_batches: int | None = None,
-) -> list[ShardingOption]:
-    """Converts options of one table to hot/cold options, in place.
-
-    Keeps the row-wise options, or the table-wise ones if owner-pooled, with a kernel in
-    ``HOT_COLD_KERNELS``. ``hot_rows_H`` and ``wave`` replace those in the constraints; other cache
-    settings stay. ``num_micro_batches`` is that of the predicted step, ``None`` without prices.
-
-    Raises:
-        PlanError: If there is no such option, or a hot row is outside the table.
-    """
-    sharding_type = SHARDING_TYPE_OF[form]
-    kept = [
+def offered_options(options: Sequence[ShardingOption], form: Form) -> list[ShardingOption]:
+    """Selects the options of a table that can hold its rows with a hot/cold exchange."""
+    return [
         option
         for option in options
-        if option.sharding_type == sharding_type and option.compute_kernel in HOT_COLD_KERNELS
+        if option.sharding_type == SHARDING_TYPE_OF[form]
+        and option.compute_kernel in HOT_COLD_KERNELS
     ]
-    if not kept:
-        offered = sorted({(option.sharding_type, option.compute_kernel) for option in options})
-        raise PlanError(
-            f"table {options[0].name!r} was chosen to be hot/cold, which needs {sharding_type} "
-            f"sharding with kernel {' or '.join(HOT_COLD_KERNELS)}, but its options are {offered}; "
-            f"either its constraints exclude it (allow {sharding_type} and fused), or its sharder "
-            "does not offer it (TorchRec's own has no row_wise on CPU: pass "
-            "HotColdEmbeddingBagCollectionSharder)"
-        )
+
+
+def hot_cold_options(
+    options: Sequence[ShardingOption], placement: HotColdParams
+) -> list[ShardingOption]:
+    """Converts the :func:`offered_options` of one table to hot/cold options, in place.
+
+    ``placement`` replaces that of the constraints; TorchRec's own cache settings stay.
+    """
+    kept = offered_options(options, placement.form)
     for option in kept:
-        # TorchRec's own cache settings in the user's constraints
         names = [field.name for field in fields(CacheParams)] if option.cache_params else []
-        option.cache_params = HotColdParams(
-            hot_rows=hot_rows_H,
-            wave=wave,
-            form=form,
-            num_micro_batches=num_micro_batches,
-            **{name: getattr(option.cache_params, name) for name in names},
-        )
-        option.cache_params.check(option.name, option.tensor.shape[0])
+        settings = {name: getattr(option.cache_params, name) for name in names}
+        option.cache_params = replace(placement, **settings)
     return kept
 
 
-def by_table(options: Sequence[ShardingOption]) -> dict[tuple[str, str], list[ShardingOption]]:
+def by_table(options: Sequence[ShardingOption]) -> dict[TablePath, list[ShardingOption]]:
     """Groups options by path of the module and name of the table, in order of appearance."""
-    found: dict[tuple[str, str], list[ShardingOption]] = {}
+    found: dict[TablePath, list[ShardingOption]] = {}
     for option in options:
         found.setdefault((option.path, option.name), []).append(option)
     return found
@@ -202,11 +183,11 @@ def _capacity_bytes(topology: Topology) -> float:
 
 def price_options(
     options: Sequence[ShardingOption],
-    added: Mapping[str, Mapping[str, StepCost]],
+    added: Mapping[TablePath, Mapping[str, StepCost]],
     world_size: int,
 ) -> list[ShardingOption]:
     """Sets ``Perf`` of options to what the table adds to a step of tables of that sharding type:
-    ``added`` by table name and type.
+    ``added`` by table and type.
 
     TorchRec's partitioner sums the ``Perf`` of the shards on a rank and compares ranks.
     ``Perf.total`` excludes the input dist, so its cost is added to the forward exchange. An
@@ -215,7 +196,7 @@ def price_options(
     """
     unpriced = []
     for option in options:
-        cost = added.get(option.name, {}).get(option.sharding_type)
+        cost = added.get((option.path, option.name), {}).get(option.sharding_type)
         if cost is None:
             unpriced.append(option)
             continue

@@ -202,7 +202,7 @@ class HotColdPlanner(EmbeddingShardingPlanner):
         if decision is None:
             raise PlanError(
                 "there is no decision yet: call plan(model, sharders) first, on this rank "
-                "(collective_plan decides on rank 0), and give each table its own name"
+                "(collective_plan decides on rank 0)"
             )
         return decision
 
