@@ -128,7 +128,7 @@ def test_uniform_ids_stay_stock_where_nothing_is_saved() -> None:
     assert choice.hot_cold == (False,) * 4
     assert choice.num_hot == (0,) * 4
     assert choice.stock is not None
-    assert (choice.cost, choice.step) == (choice.stock.cost, choice.stock.step)
+    assert (choice.sent_bytes, choice.step) == (choice.stock.sent_bytes, choice.stock.step)
 
 
 def test_work_to_hide_under_lets_even_distinct_rows_travel() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, TypeVar
 
 __all__ = ["StepCost", "Summable"]
@@ -25,6 +26,11 @@ class Summable:
             else:
                 sums[name] = own + times * added
         return type(self)(**sums)
+
+    @classmethod
+    def sum(cls: type[_T], items: Iterable[_T]) -> _T:
+        """Adds up any number of them."""
+        return reduce(cls.plus, items, cls())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +61,3 @@ class StepCost(Summable):
     def exposed_ms(self) -> float:
         """The total without the input dist of the next batch, which TorchRec's pipelines hide."""
         return self.total_ms - self.input_dist_wire_ms
-
-    @property
-    def total_bytes(self) -> float:
-        """Bytes that a rank sends per step, mean over ranks."""
-        return sum(self.sent_bytes.values())

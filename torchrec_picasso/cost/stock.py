@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalWork
@@ -75,8 +75,7 @@ class StockTotals(Summable):
 
 def stock_totals(sharding_type: str, works: Iterable[TableWork]) -> StockTotals:
     """Sums the work of tables of one sharding type."""
-    own = (StockTotals.from_table(sharding_type, work) for work in works)
-    return reduce(StockTotals.plus, own, StockTotals())
+    return StockTotals.sum(StockTotals.from_table(sharding_type, work) for work in works)
 
 
 def stock_cost(

@@ -16,12 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchrec_picasso.cost.hot_cold import (
-    HotColdTotals,
-    exchange_bytes,
-    hot_cold_cost,
-    sum_hot_cold,
-)
+from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes
 from torchrec_picasso.cost.schedule_time import StepPrice
 from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.step_price import StepPricer
@@ -85,7 +80,7 @@ class PricedPlan:
     num_hot: tuple[int, ...]
     stock_types: tuple[str | None, ...]  # not used for hot/cold tables
     step: StepPrice  # under the schedule that runs it
-    cost: StepCost  # the embedding part of the step, without overlap
+    sent_bytes: Mapping[str, float]  # that a rank sends for tables, by purpose; mean over ranks
 
     @property
     def hot_cold(self) -> tuple[bool, ...]:
@@ -186,7 +181,7 @@ def price_plan(
         placed = None if homes is None or kind != "table_wise" else [homes[i] for i in tables]
         return max_over_mean(kind, [works[i].load for i in tables], world_size, placed)
 
-    totals = sum_hot_cold(
+    totals = HotColdTotals.sum(
         HotColdTotals.from_table(works[i], num_hot.get(i, 0), forms[i]) for i in hot_cold
     )
     # stock tables of one type share their exchanges; those of different types do not
@@ -199,6 +194,7 @@ def price_plan(
     loads = {i: works[i].load for i in hot_cold}
     pack_of = {i: pack_key(forms[i], 0, load.dim, load.element_bytes) for i, load in loads.items()}
     num_packs, num_bag_packs = len({*pack_of.values()}), len({pack_of[i] for i in bags})
+    sent = exchange_bytes(totals, world_size, num_packs) if hot_cold else {}
     return PricedPlan(
         forms=tuple(forms.get(i) for i in range(len(works))),
         num_hot=tuple(num_hot.get(i, 0) for i in range(len(works))),
@@ -211,7 +207,10 @@ def price_plan(
             num_bag_waves=len(owner_pooled_waves(num_bag_packs)) or 1,
             micro_batch_counts=None if num_micro_batches is None else [num_micro_batches],
         ),
-        cost=hot_cold_cost(totals, curves, world_size, num_packs=max(1, num_packs)).plus(stock),
+        sent_bytes={
+            purpose: sent.get(purpose, 0.0) + stock.sent_bytes.get(purpose, 0.0)
+            for purpose in {**sent, **stock.sent_bytes}
+        },
     )
 
 

@@ -32,12 +32,11 @@ def summarize(decision: Decision) -> dict[str, Any]:
 
     ``step_ms``: duration of the whole step under the schedule that runs it, with
     ``num_micro_batches`` (``None`` = nothing is interleaved). ``wire_ms`` and ``compute_ms``: lower
-    bounds of ``step_ms``. ``dense_ms``: the dense part, 0 if not known. ``embedding_ms``: the
-    embedding part without overlap. ``priced_ms``: the step of each priced plan, empty if the caller
-    gave ``hot_rows``. ``stock_ms``, ``stock_sent_bytes`` and ``speedup`` are ``None`` if a table
-    has no stock option.
+    bounds of ``step_ms``. ``dense_ms``: the dense part, 0 if not known. ``priced_ms``: the step of
+    each priced plan, empty if the caller gave ``hot_rows``. ``stock_ms``, ``stock_sent_bytes`` and
+    ``speedup`` are ``None`` if a table has no stock option.
     """
-    step, cost, homes, curves = decision.step, decision.cost, decision.homes, decision.curves
+    step, homes, curves = decision.step, decision.homes, decision.curves
     chosen = [index for index, form in enumerate(decision.forms) if form]
     works = [decision.works[index] for index in chosen]
     num_hot = [decision.num_hot[index] for index in chosen]
@@ -53,8 +52,7 @@ def summarize(decision: Decision) -> dict[str, Any]:
         "wire_ms": step.wire_ms,
         "compute_ms": step.compute_ms,
         "dense_ms": decision.dense.total_ms,
-        "embedding_ms": cost.total_ms,
-        "sent_bytes": cost.total_bytes,
+        "sent_bytes": sum(decision.sent_bytes.values()),
         "priced_ms": dict(decision.priced_ms),
         **{"stock_ms": None, "stock_sent_bytes": None, "speedup": None},
         "memory_bytes": hot_cold_memory_bytes(works, num_hot),
@@ -64,7 +62,8 @@ def summarize(decision: Decision) -> dict[str, Any]:
         or "of this world size",
     }
     if (stock := decision.stock) is not None:
-        summary |= {"stock_ms": stock.step.step_ms, "stock_sent_bytes": stock.cost.total_bytes}
+        summary["stock_ms"] = stock.step.step_ms
+        summary["stock_sent_bytes"] = sum(stock.sent_bytes.values())
         summary["speedup"] = stock.step.step_ms / step.step_ms if step.step_ms else None
     return summary
 
