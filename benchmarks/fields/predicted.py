@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from torchrec.distributed.types import ParameterSharding, ShardingType
+from torchrec.distributed.types import ParameterSharding
 
 from benchmarks.pipelines.rankings import Standing
 from torchrec_picasso.app.runs.placements import Placement
@@ -72,7 +72,6 @@ def predict(
     forms: dict[int, Form] = {}
     num_hot: dict[int, int] = {}
     stock_types: list[str | None] = []
-    homes: dict[int, int] = {}
     for position, work in enumerate(decision.works):
         sharding = shardings[work.load.name]
         params, is_priced = sharding.cache_params, sharding.sharding_type in STOCK_TYPES
@@ -81,18 +80,9 @@ def predict(
         elif not is_priced:
             return None
         stock_types.append(sharding.sharding_type if is_priced else None)
-        if sharding.sharding_type == ShardingType.TABLE_WISE.value:
-            (homes[position],) = sharding.ranks or [0]
-    pricer = StepPricer(decision.curves, decision.world_size, decision.dense)
-    plan = price_plan(
-        decision.works,
-        forms,
-        num_hot,
-        stock_types,
-        pricer,
-        homes=homes,
-        num_micro_batches=num_micro_batches or 1,
-    )
+    counts = [num_micro_batches or 1]
+    pricer = StepPricer(decision.curves, decision.world_size, decision.dense, counts)
+    plan = price_plan(decision.works, forms, num_hot, stock_types, pricer)
     price, step_ms = plan.step, plan.step.step_ms
     if forms and num_micro_batches is None:
         # TorchRec's pipeline hides the exchange of ids alone, as of stock tables

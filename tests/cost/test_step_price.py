@@ -109,11 +109,8 @@ def test_bags_are_never_fetched_ahead() -> None:
     # nothing of them is clean: all of it is exposed where steps meet, or hidden under parts
     bags = HotColdTotals.sum([HotColdTotals.from_table(work(pooling=2), 0, "bags")] * 20)
     dense = DenseTimes.from_total(500.0)
-    pricer = StepPricer(network(0.02, local=FREE), 2, dense)
-    whole, cut = (
-        pricer.price(bags, micro_batch_counts=[1]),
-        pricer.price(bags, micro_batch_counts=[8]),
-    )
+    curves = network(0.02, local=FREE)
+    whole, cut = (StepPricer(curves, 2, dense, [k]).price(bags) for k in (1, 8))
     assert whole.step_ms > dense.total_ms + 0.9 * whole.wire_ms
     assert cut.step_ms < dense.total_ms + 0.3 * whole.wire_ms
 
@@ -121,8 +118,11 @@ def test_bags_are_never_fetched_ahead() -> None:
 def test_dense_work_hides_the_exchange_and_more_parts_hide_more() -> None:
     totals = HotColdTotals.sum([HotColdTotals.from_table(work(0.6), 0)] * 20)
     idle = StepPricer(network(0.005), 2)
-    busy = StepPricer(network(0.005), 2, DenseTimes.from_total(2000.0))
-    added_ms = {k: busy.price(totals, micro_batch_counts=[k]).step_ms for k in (1, 4, 8)}
+    dense = DenseTimes.from_total(2000.0)
+    busy = StepPricer(network(0.005), 2, dense)
+    added_ms = {
+        k: StepPricer(network(0.005), 2, dense, [k]).price(totals).step_ms for k in (1, 4, 8)
+    }
     assert added_ms[1] > added_ms[4] > added_ms[8]
     best = busy.price(totals)
     assert best.num_micro_batches > 1

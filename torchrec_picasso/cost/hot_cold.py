@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torchrec_picasso.cost.local import LocalCosts, LocalWork
-from torchrec_picasso.cost.step_cost import Summable
-from torchrec_picasso.cost.table_work import TableWork
+from torchrec_picasso.cost.table_work import Summable, TableWork
 from torchrec_picasso.placement import Form
 
 __all__ = [

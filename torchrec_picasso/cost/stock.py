@@ -11,14 +11,13 @@ Source: TorchRec ``distributed/sharding/{tw,rw,cw,dp}_sharding.py``, ``distribut
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalWork
-from torchrec_picasso.cost.step_cost import StepCost, Summable
-from torchrec_picasso.cost.table_work import TableLoad, TableWork
+from torchrec_picasso.cost.table_work import Summable, TableLoad, TableWork
 
 __all__ = [
     *("STOCK_TYPES", "StockTotals", "marginal_stock_costs", "max_over_mean"),
@@ -33,6 +32,36 @@ _LENGTH_BYTES = 4
 _WIRE_BYTES = 4
 _MIN_COLUMNS = 4  # FBGEMM's narrowest shard
 _DENSE_UPDATE_PASSES = 3  # over the whole table: zero, write and apply the gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class StockCost(Summable):
+    """Predicted cost of the stock tables in one step on the busiest rank, without overlap."""
+
+    input_dist_ms: float = 0.0  # exchange of ids: communication and local work
+    forward_compute_ms: float = 0.0  # gather and pooling
+    forward_comms_ms: float = 0.0  # communication of rows
+    backward_compute_ms: float = 0.0  # gradients of rows, and the update
+    backward_comms_ms: float = 0.0  # communication of gradients
+    input_dist_wire_ms: float = 0.0  # the communication in input_dist_ms
+    sent_bytes: Mapping[str, float] = field(default_factory=dict)
+    """Bytes that a rank sends, by purpose; mean over ranks."""
+
+    @property
+    def total_ms(self) -> float:
+        """Forward with the input dist, and backward with the update."""
+        forward_ms = self.input_dist_ms + self.forward_compute_ms + self.forward_comms_ms
+        return forward_ms + (self.backward_compute_ms + self.backward_comms_ms)
+
+    @property
+    def wire_ms(self) -> float:
+        """All communication."""
+        return self.input_dist_wire_ms + self.forward_comms_ms + self.backward_comms_ms
+
+    @property
+    def exposed_ms(self) -> float:
+        """The total without the input dist of the next batch, which TorchRec's pipelines hide."""
+        return self.total_ms - self.input_dist_wire_ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +114,13 @@ def stock_cost(
     world_size: int,
     *,
     uneven: float = 1.0,
-) -> StepCost:
+) -> StockCost:
     """Predicts the cost of one step of tables of one stock sharding type, without overlap.
 
     ``uneven`` is the load of the busiest rank divided by the mean. Without tables the cost is 0.
     """
     if not totals.features:
-        return StepCost()
+        return StockCost()
     to_others = (world_size - 1) / world_size
     is_row_wise = sharding_type == "row_wise"
     gathered, output = totals.lookup_elements * uneven, totals.bag_elements * uneven
@@ -119,7 +148,7 @@ def stock_cost(
         "all_to_all", ids * uneven / 2, world_size
     )
     costs = curves.local.stock
-    return StepCost(
+    return StockCost(
         input_dist_ms=costs.input_dist.ms(work) + ids_ms,
         forward_compute_ms=costs.forward.ms(work),
         forward_comms_ms=curves.ms(forward, rows * uneven, world_size),
@@ -132,10 +161,10 @@ def stock_cost(
 
 def marginal_stock_costs(
     works: Sequence[TableWork], curves: CommCurves, world_size: int
-) -> tuple[dict[str, StepCost], ...]:
+) -> tuple[dict[str, StockCost], ...]:
     """Predicts what each table adds to a step in which all tables have one of ``STOCK_TYPES``, by
     that type: the cost of all tables minus the cost without the table."""
-    added: tuple[dict[str, StepCost], ...] = tuple({} for _ in works)
+    added: tuple[dict[str, StockCost], ...] = tuple({} for _ in works)
     for kind in STOCK_TYPES:
         uneven = max_over_mean(kind, [work.load for work in works], world_size)
         cost = partial(stock_cost, kind, curves=curves, world_size=world_size, uneven=uneven)
@@ -149,7 +178,7 @@ def marginal_stock_costs(
 
 def _data_parallel(
     totals: StockTotals, work: LocalWork, curves: CommCurves, world_size: int
-) -> StepCost:
+) -> StockCost:
     # the dense update writes every element of the tables, whether looked up or not
     dense_update = LocalWork(
         lookup_elements=totals.table_elements * _DENSE_UPDATE_PASSES,
@@ -157,7 +186,7 @@ def _data_parallel(
     )
     sent = 2 * (world_size - 1) / world_size * totals.table_elements * _WIRE_BYTES
     costs = curves.local.stock
-    return StepCost(
+    return StockCost(
         forward_compute_ms=costs.forward.ms(work),
         backward_compute_ms=costs.backward.ms(work) + costs.forward.ms(dense_update),
         backward_comms_ms=curves.ms("all_reduce", sent, world_size),
@@ -165,21 +194,11 @@ def _data_parallel(
     )
 
 
-def max_over_mean(
-    sharding_type: str,
-    loads: Sequence[TableLoad],
-    world_size: int,
-    homes: Sequence[int] | None = None,
-) -> float:
-    """Computes the load of the busiest rank divided by the mean.
-
-    ``homes`` has the rank of each whole table; ``None`` = the largest shards are placed first.
-    """
+def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: int) -> float:
+    """Computes the load of the busiest rank divided by the mean, if the largest whole tables or
+    columns are placed first."""
     rank_loads = [0.0] * world_size
-    if sharding_type == "table_wise" and homes is not None:
-        for load, home in zip(loads, homes):
-            rank_loads[home] += load.bags * load.dim
-    elif sharding_type in ("table_wise", "column_wise"):
+    if sharding_type in ("table_wise", "column_wise"):
         weights: list[float] = []
         for load in loads:
             shards = _column_shards(load, world_size) if sharding_type == "column_wise" else 1

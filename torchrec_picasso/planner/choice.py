@@ -18,9 +18,9 @@ import numpy as np
 
 from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes
 from torchrec_picasso.cost.schedule_time import StepPrice
-from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.stock import (
+    StockCost,
     marginal_stock_costs,
     max_over_mean,
     stock_cost,
@@ -95,7 +95,7 @@ class Choice(PricedPlan):
     works: tuple[TableWork, ...]
     stock: PricedPlan | None
     """All tables stock, under TorchRec's pipeline; ``None`` if a table has no stock type."""
-    stock_costs: tuple[Mapping[str, StepCost], ...]
+    stock_costs: tuple[Mapping[str, StockCost], ...]
     """What each table adds to a step in which all tables have one stock type, by that type."""
     priced_ms: Mapping[str, float]
     """Predicted step of each priced plan with its best hot rows; empty if the caller chose."""
@@ -164,28 +164,20 @@ def price_plan(
     num_hot: Mapping[int, int],
     stock_types: Sequence[str | None],
     pricer: StepPricer,
-    *,
-    homes: Mapping[int, int] | None = None,
-    num_micro_batches: int | None = None,
 ) -> PricedPlan:
-    """Prices one plan; arguments as in :class:`PricedPlan`, ``num_hot`` by position.
-
-    ``homes`` has the rank of each whole table by position, if the plan is placed; else whole tables
-    are spread over ranks as evenly as possible. ``num_micro_batches=None`` = the best number.
-    """
+    """Prices one plan; arguments as in :class:`PricedPlan`, ``num_hot`` by position."""
     curves, world_size = pricer.curves, pricer.world_size
     hot_cold = sorted(forms)
 
     def uneven(kind: str, tables: Sequence[int]) -> float:
         """Returns the load of the busiest rank divided by the mean."""
-        placed = None if homes is None or kind != "table_wise" else [homes[i] for i in tables]
-        return max_over_mean(kind, [works[i].load for i in tables], world_size, placed)
+        return max_over_mean(kind, [works[i].load for i in tables], world_size)
 
     totals = HotColdTotals.sum(
         HotColdTotals.from_table(works[i], num_hot.get(i, 0), forms[i]) for i in hot_cold
     )
     # stock tables of one type share their exchanges; those of different types do not
-    stock = StepCost()
+    stock = StockCost()
     for kind in sorted({kind for kind in stock_types if kind is not None}):
         tables = [i for i, found in enumerate(stock_types) if found == kind and i not in forms]
         added = stock_totals(kind, [works[i] for i in tables])
@@ -205,7 +197,6 @@ def price_plan(
             num_packs=num_packs,
             uneven_bags=uneven("table_wise", bags),
             num_bag_waves=len(owner_pooled_waves(num_bag_packs)) or 1,
-            micro_batch_counts=None if num_micro_batches is None else [num_micro_batches],
         ),
         sent_bytes={
             purpose: sent.get(purpose, 0.0) + stock.sent_bytes.get(purpose, 0.0)
@@ -255,7 +246,7 @@ def _frequent_rows(
 
 
 def _best_stock_types(
-    tables: Sequence[TableInfo], costs: Sequence[Mapping[str, StepCost]]
+    tables: Sequence[TableInfo], costs: Sequence[Mapping[str, StockCost]]
 ) -> list[str | None]:
     """Returns the stock type of each table that adds least to a step in which all tables have it;
     ``None`` for a table without stock types."""

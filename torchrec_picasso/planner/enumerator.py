@@ -10,14 +10,14 @@ Source: TorchRec ``planner/enumerators.py`` ``EmbeddingEnumerator``; only ``enum
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
-from torchrec.distributed.planner.types import ShardEstimator, ShardingOption, Topology
+from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder
 
 from torchrec_picasso.cost import CommCurves
@@ -64,8 +64,6 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self._decision: Decision | None = None
         self._tables: dict[TablePath, TableInfo] = {}  # those that the decision is about
         self._listed: list[ShardingOption] | None = None  # a list while options are collected
-        self._estimators: list[ShardEstimator]
-        self._hot_cold_space: list[ShardingOption] | None = None
 
     @property
     def decision(self) -> Decision | None:
@@ -107,7 +105,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
                 options = [option for option in options if option.sharding_type in kept] or options
             space.extend(options)
         self.populate_estimates(space)
-        self._hot_cold_space = hot_options.copy_options(space)
+        self._last_stored_search_space = copy.deepcopy(space)
         return space
 
     def decided_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
@@ -126,11 +124,6 @@ class HotColdEnumerator(EmbeddingEnumerator):
 
         return [min(options, key=rank) for options in by_table(space).values()]
 
-    @property
-    def last_stored_search_space(self) -> list[ShardingOption] | None:
-        """The options of the last call of ``enumerate``, including hot/cold ones."""
-        return self._hot_cold_space
-
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Estimates time and memory, including replicas, in place."""
         if self._listed is not None:
@@ -138,18 +131,18 @@ class HotColdEnumerator(EmbeddingEnumerator):
             self._listed.extend(sharding_options)
             sharding_options.clear()
             return
-        self._estimate(sharding_options, only_memory=True)
+        super().populate_estimates(sharding_options)
         hot_options.add_replica_storage(sharding_options, self._compute_device)
-        unpriced, decision = sharding_options, self._decision
+        decision = self._decision
         if decision is not None and self._has_prices:
+            # the prices of the cost model replace TorchRec's estimates of times
             added = dict(zip(self._tables, decision.stock_costs))
-            unpriced = hot_options.price_options(sharding_options, added, decision.world_size)
-        self._estimate(unpriced, only_memory=False)
+            hot_options.price_options(sharding_options, added, decision.world_size)
 
     def _list_options(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
     ) -> dict[TablePath, list[ShardingOption]]:
-        """Lists TorchRec's options by module and table, without the cost of estimates."""
+        """Lists TorchRec's options by module and table, without estimates."""
         self._listed = []
         try:
             super().enumerate(module, sharders)
@@ -162,19 +155,6 @@ class HotColdEnumerator(EmbeddingEnumerator):
             options.sort(key=lambda option: (option.sharding_type, option.compute_kernel))
         return by_path
 
-    def _estimate(self, options: list[ShardingOption], *, only_memory: bool) -> None:
-        """Runs TorchRec's memory estimators, or all its other estimators."""
-        estimators = self._estimators
-        self._estimators = [
-            estimator
-            for estimator in estimators
-            if isinstance(estimator, EmbeddingStorageEstimator) == only_memory
-        ]
-        try:
-            super().populate_estimates(options)
-        finally:
-            self._estimators = estimators
-
     def _decide(
         self, options_by_path: Mapping[TablePath, list[ShardingOption]], dense_bytes: int
     ) -> Decision:
@@ -185,7 +165,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
         budget_bytes = float("inf")
         if self._hot_rows is None:  # the cost model chooses: memory that is free for replicas
             all_options = list(options_by_path.values())
-            self._estimate([o for options in all_options for o in options], only_memory=True)
+            super().populate_estimates([o for options in all_options for o in options])
             budget_bytes = hot_options.replica_budget_bytes(all_options, self._topology)
         return decide(
             list(self._tables.values()),

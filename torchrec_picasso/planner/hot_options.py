@@ -10,7 +10,6 @@ Shape letters: W ranks.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -19,14 +18,14 @@ from torchrec.distributed.planner.types import Perf, ShardingOption, Storage, To
 from torchrec.distributed.types import CacheParams
 
 from torchrec_picasso._torchrec import optimizer_multiplier
-from torchrec_picasso.cost.step_cost import StepCost
+from torchrec_picasso.cost.stock import StockCost
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import SHARDING_TYPE_OF, Form, HotColdParams
 from torchrec_picasso.planner.home_blocks import filled_blocks
 from torchrec_picasso.storage.exactness import HOT_COLD_KERNELS
 
 __all__ = [
-    *("TablePath", "add_replica_storage", "by_table", "copy_options", "cut_home_blocks"),
+    *("TablePath", "add_replica_storage", "by_table", "cut_home_blocks"),
     *("explain_shortage", "hot_cold_options", "offered_options", "optimizer_class"),
     *("price_options", "replica_budget_bytes", "replica_bytes"),
 ]
@@ -84,15 +83,6 @@ def cut_home_blocks(
         for shard, rows in zip(option.shards, block_rows_W, strict=True):
             shard.size, shard.offset = [rows, shard.size[1]], [start, 0]
             start += rows
-
-
-def copy_options(options: Sequence[ShardingOption]) -> list[ShardingOption]:
-    """Copies options and shards, but no values that a planner replaces and never changes, such as
-    times and hot rows: ranks assigned to the copies do not change the originals."""
-    copies = [copy.copy(option) for option in options]
-    for copied in copies:
-        copied.shards = [copy.copy(shard) for shard in copied.shards]
-    return copies
 
 
 def optimizer_class(option: ShardingOption) -> type | None:
@@ -183,22 +173,20 @@ def _capacity_bytes(topology: Topology) -> float:
 
 def price_options(
     options: Sequence[ShardingOption],
-    added: Mapping[TablePath, Mapping[str, StepCost]],
+    added: Mapping[TablePath, Mapping[str, StockCost]],
     world_size: int,
-) -> list[ShardingOption]:
+) -> None:
     """Sets ``Perf`` of options to what the table adds to a step of tables of that sharding type:
     ``added`` by table and type.
 
     TorchRec's partitioner sums the ``Perf`` of the shards on a rank and compares ranks.
     ``Perf.total`` excludes the input dist, so its cost is added to the forward exchange. An
     owner-pooled table has the cost of a table-wise one, on its home rank; a row-exchanged table
-    that of a row-wise one, on all ranks. Returns the options without a predicted cost.
+    that of a row-wise one, on all ranks. Options without a predicted cost keep their ``Perf``.
     """
-    unpriced = []
     for option in options:
         cost = added.get((option.path, option.name), {}).get(option.sharding_type)
         if cost is None:
-            unpriced.append(option)
             continue
         # costs are means over ranks: a single shard has the work of all W ranks
         share = world_size / len(option.shards)
@@ -210,4 +198,3 @@ def price_options(
         )
         for shard in option.shards:
             shard.perf = perf
-    return unpriced
