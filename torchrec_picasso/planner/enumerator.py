@@ -54,6 +54,8 @@ class HotColdEnumerator(EmbeddingEnumerator):
         **kwargs: Any,
     ) -> None:
         super().__init__(topology, batch_size, **kwargs)
+        self.only_decided = False
+        """Whether a table has only the option of the decided plan, not all options."""
         self._topology = topology
         self._hot_rows = hot_rows
         self._num_waves = num_waves
@@ -76,7 +78,8 @@ class HotColdEnumerator(EmbeddingEnumerator):
     ) -> list[ShardingOption]:
         """Lists the options of all tables, in the same order in every process.
 
-        A hot/cold table has only hot/cold options, another table TorchRec's.
+        A hot/cold table has only hot/cold options, another table TorchRec's; if ``only_decided``,
+        each table has one option.
 
         Raises:
             PlanError: If requested hot rows cannot be placed, with the reason.
@@ -105,24 +108,10 @@ class HotColdEnumerator(EmbeddingEnumerator):
                 options = [option for option in options if option.sharding_type in kept] or options
             space.extend(options)
         self.populate_estimates(space)
+        if self.only_decided:
+            space = self._decided_options(space)
         self._last_stored_search_space = copy.deepcopy(space)
         return space
-
-    def decided_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
-        """Selects one option per table of a result of ``enumerate``: the decided one, or the one
-        with TorchRec's best rating."""
-        stock_types: dict[TablePath, str | None] = {}
-        decision = self._decision
-        if decision is not None and self._has_prices and not isinstance(self._hot_rows, Mapping):
-            stock_types = dict(zip(self._tables, decision.stock_types))
-
-        def rank(option: ShardingOption) -> tuple[bool, float]:
-            # a hot/cold table has only hot/cold options; among several kernels, the fastest
-            key = option.path, option.name
-            slowest_ms = max(shard.perf.total if shard.perf else 0.0 for shard in option.shards)
-            return key in self._tables and option.sharding_type != stock_types.get(key), slowest_ms
-
-        return [min(options, key=rank) for options in by_table(space).values()]
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Estimates time and memory, including replicas, in place."""
@@ -138,6 +127,21 @@ class HotColdEnumerator(EmbeddingEnumerator):
             # the prices of the cost model replace TorchRec's estimates of times
             added = dict(zip(self._tables, decision.stock_costs))
             hot_options.price_options(sharding_options, added, decision.world_size)
+
+    def _decided_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
+        """Selects one option per table: the decided one, or the one with TorchRec's best rating."""
+        stock_types: dict[TablePath, str | None] = {}
+        decision = self._decision
+        if decision is not None and self._has_prices and not isinstance(self._hot_rows, Mapping):
+            stock_types = dict(zip(self._tables, decision.stock_types))
+
+        def rank(option: ShardingOption) -> tuple[bool, float]:
+            # a hot/cold table has only hot/cold options; among several kernels, the fastest
+            key = option.path, option.name
+            slowest_ms = max(shard.perf.total if shard.perf else 0.0 for shard in option.shards)
+            return key in self._tables and option.sharding_type != stock_types.get(key), slowest_ms
+
+        return [min(options, key=rank) for options in by_table(space).values()]
 
     def _list_options(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
