@@ -71,7 +71,7 @@ def predict(
     }
     forms: dict[int, Form] = {}
     num_hot: dict[int, int] = {}
-    stock_types: list[str | None] = []
+    stock_types: dict[int, str | None] = {}
     for position, work in enumerate(decision.works):
         sharding = shardings[work.load.name]
         params, is_priced = sharding.cache_params, sharding.sharding_type in STOCK_TYPES
@@ -79,7 +79,7 @@ def predict(
             forms[position], num_hot[position] = params.form, params.num_hot_rows
         elif not is_priced:
             return None
-        stock_types.append(sharding.sharding_type if is_priced else None)
+        stock_types[position] = sharding.sharding_type if is_priced else None
     counts = [num_micro_batches or 1]
     pricer = StepPricer(decision.curves, decision.world_size, decision.dense, counts)
     plan = price_plan(decision.works, forms, num_hot, stock_types, pricer)

@@ -13,7 +13,7 @@ from torchrec_picasso.cost.hot_cold import (
 )
 from torchrec_picasso.cost.local import DenseTimes, LocalCosts, SideCosts
 from torchrec_picasso.cost.step_price import StepPricer, _first_used, _shares
-from torchrec_picasso.cost.stock import stock_cost, stock_totals
+from torchrec_picasso.cost.stock import stock_cost
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
@@ -140,7 +140,7 @@ def test_a_message_takes_its_share_of_the_core() -> None:
 
 def test_stock_tables_beside_the_exchange_are_exposed() -> None:
     works = [work(0.6) for _ in range(20)]
-    stock = stock_cost("table_wise", stock_totals("table_wise", works), network(), 2)
+    stock = stock_cost("table_wise", works, network(), 2)
     pricer = StepPricer(network(), 2, DenseTimes.from_total(1000.0))
     totals = HotColdTotals.sum(HotColdTotals.from_table(of_table, 0) for of_table in works)
     alone, beside = pricer.price(totals), pricer.price(totals, stock)
@@ -151,7 +151,7 @@ def test_stock_tables_beside_the_exchange_are_exposed() -> None:
 def test_stock_alone_hides_its_ids_only() -> None:
     works = [work(0.6) for _ in range(20)]
     curves = network()
-    stock = stock_cost("table_wise", stock_totals("table_wise", works), curves, 2)
+    stock = stock_cost("table_wise", works, curves, 2)
     dense = DenseTimes.from_total(50.0, parameter_bytes=1e6)
     price = StepPricer(curves, 2, dense).price(HotColdTotals(), stock)
     reduce_ms = curves.ms("all_reduce", 1e6)

@@ -11,18 +11,14 @@ Source: TorchRec ``distributed/sharding/{tw,rw,cw,dp}_sharding.py``, ``distribut
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalWork
 from torchrec_picasso.cost.table_work import Summable, TableLoad, TableWork
 
-__all__ = [
-    *("STOCK_TYPES", "StockTotals", "marginal_stock_costs", "max_over_mean"),
-    *("stock_cost", "stock_totals"),
-]
+__all__ = ["STOCK_TYPES", "StockCost", "marginal_stock_costs", "max_over_mean", "stock_cost"]
 
 STOCK_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 """TorchRec sharding types with a cost model."""
@@ -102,23 +98,20 @@ class StockTotals(Summable):
         )
 
 
-def stock_totals(sharding_type: str, works: Iterable[TableWork]) -> StockTotals:
-    """Sums the work of tables of one sharding type."""
-    return StockTotals.sum(StockTotals.from_table(sharding_type, work) for work in works)
-
-
 def stock_cost(
-    sharding_type: str,
-    totals: StockTotals,
-    curves: CommCurves,
-    world_size: int,
-    *,
-    uneven: float = 1.0,
+    sharding_type: str, works: Sequence[TableWork], curves: CommCurves, world_size: int
 ) -> StockCost:
-    """Predicts the cost of one step of tables of one stock sharding type, without overlap.
+    """Predicts the cost of one step of tables of one stock sharding type, without overlap."""
+    uneven = max_over_mean(sharding_type, [work.load for work in works], world_size)
+    totals = StockTotals.sum(StockTotals.from_table(sharding_type, work) for work in works)
+    return _cost(sharding_type, totals, uneven, curves, world_size)
 
-    ``uneven`` is the load of the busiest rank divided by the mean. Without tables the cost is 0.
-    """
+
+def _cost(
+    sharding_type: str, totals: StockTotals, uneven: float, curves: CommCurves, world_size: int
+) -> StockCost:
+    """Predicts the cost of some work. ``uneven`` is the load of the busiest rank divided by the
+    mean. Without tables the cost is 0."""
     if not totals.features:
         return StockCost()
     to_others = (world_size - 1) / world_size
@@ -167,12 +160,12 @@ def marginal_stock_costs(
     added: tuple[dict[str, StockCost], ...] = tuple({} for _ in works)
     for kind in STOCK_TYPES:
         uneven = max_over_mean(kind, [work.load for work in works], world_size)
-        cost = partial(stock_cost, kind, curves=curves, world_size=world_size, uneven=uneven)
-        totals = stock_totals(kind, works)
-        all_tables = cost(totals)
-        for costs, work in zip(added, works):
-            others = totals.plus(StockTotals.from_table(kind, work), -1.0)
-            costs[kind] = all_tables.plus(cost(others), -1.0)
+        each = [StockTotals.from_table(kind, work) for work in works]
+        totals = StockTotals.sum(each)
+        all_tables = _cost(kind, totals, uneven, curves, world_size)
+        for costs, own in zip(added, each):
+            others = _cost(kind, totals.plus(own, -1.0), uneven, curves, world_size)
+            costs[kind] = all_tables.plus(others, -1.0)
     return added
 
 

@@ -11,7 +11,7 @@ Shape letters: G groups of rows with equal lookup counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,6 @@ from torchrec_picasso.cost.stock import (
     marginal_stock_costs,
     max_over_mean,
     stock_cost,
-    stock_totals,
 )
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.placement import Form, HotColdParams, owner_pooled_waves, pack_key
@@ -78,7 +77,7 @@ class PricedPlan:
 
     forms: tuple[Form | None, ...]  # exchange of a hot/cold table; None = stock
     num_hot: tuple[int, ...]
-    stock_types: tuple[str | None, ...]  # not used for hot/cold tables
+    stock_types: tuple[str | None, ...]  # sharding type of a stock table; None = hot/cold
     step: StepPrice  # under the schedule that runs it
     sent_bytes: Mapping[str, float]  # that a rank sends for tables, by purpose; mean over ranks
 
@@ -115,15 +114,13 @@ def choose(
     """
     works = tuple(TableWork(table.load, pricer.world_size) for table in tables)
     stock_costs = marginal_stock_costs(works, pricer.curves, pricer.world_size)
-    stock_types = _best_stock_types(tables, stock_costs)
 
     def price(forms: Forms, num_hot: Mapping[int, int]) -> PricedPlan:
         # fewer whole tables may be less even over ranks than all of them
         rest = [i for i in range(len(tables)) if i not in forms]
         costs = marginal_stock_costs([works[i] for i in rest], pricer.curves, pricer.world_size)
-        beside = dict(zip(rest, _best_stock_types([tables[i] for i in rest], costs)))
-        kinds = [beside.get(i, kind) for i, kind in enumerate(stock_types)]
-        return price_plan(works, forms, num_hot, kinds, pricer)
+        stock_types = [_best_stock_type(tables[i], added) for i, added in zip(rest, costs)]
+        return price_plan(works, forms, num_hot, dict(zip(rest, stock_types)), pricer)
 
     def best(forms: Forms) -> PricedPlan:
         """Prices a plan with each budget of hot rows, and returns the best."""
@@ -131,7 +128,7 @@ def choose(
         rows = [i for i, form in forms.items() if form == "rows" and tables[i].no_hot_rows is None]
         for chance in _HOT_CHANCES if pricer.world_size > 1 and rows else ():
             num_hot = _frequent_rows(works, rows, chance, replica_budget_bytes)
-            plan = price_plan(works, forms, num_hot, found.stock_types, pricer)
+            plan = price_plan(works, forms, num_hot, dict(enumerate(found.stock_types)), pricer)
             # budgets ascend: a larger one must be clearly better
             if plan.step.step_ms < found.step.step_ms * (1 - _HOT_MARGIN):
                 found = plan
@@ -141,8 +138,7 @@ def choose(
     if given_hot is not None:
         chosen = price({position: tables[position].forms[0] for position in given_hot}, given_hot)
     else:
-        to_price = _plans(tables, works, stock_types)
-        plans = {name: best(forms) for name, forms in to_price.items()}
+        plans = {name: best(forms) for name, forms in _plans(tables, works).items()}
         priced_ms = {name: plan.step.step_ms for name, plan in plans.items()}
         # from the simplest plan to the mixed one, each with its margin
         name = "stock"
@@ -152,7 +148,7 @@ def choose(
         if priced_ms["mixed"] <= priced_ms[name] * (1 - _FORMS_MARGIN):
             name = "mixed"
         chosen = plans[name]
-    stock = None if None in stock_types else price({}, {})
+    stock = price({}, {}) if all(table.stock_types for table in tables) else None
     return Choice(
         **vars(chosen), works=works, stock=stock, stock_costs=stock_costs, priced_ms=priced_ms
     )
@@ -162,52 +158,43 @@ def price_plan(
     works: Sequence[TableWork],
     forms: Forms,
     num_hot: Mapping[int, int],
-    stock_types: Sequence[str | None],
+    stock_types: Mapping[int, str | None],
     pricer: StepPricer,
 ) -> PricedPlan:
-    """Prices one plan; arguments as in :class:`PricedPlan`, ``num_hot`` by position."""
-    curves, world_size = pricer.curves, pricer.world_size
-    hot_cold = sorted(forms)
-
-    def uneven(kind: str, tables: Sequence[int]) -> float:
-        """Returns the load of the busiest rank divided by the mean."""
-        return max_over_mean(kind, [works[i].load for i in tables], world_size)
-
-    totals = HotColdTotals.sum(
-        HotColdTotals.from_table(works[i], num_hot.get(i, 0), forms[i]) for i in hot_cold
-    )
+    """Prices one plan; ``num_hot`` and ``stock_types`` by position, as in :class:`PricedPlan`."""
+    curves, world_size, positions = pricer.curves, pricer.world_size, range(len(works))
+    kinds = tuple(None if i in forms else stock_types.get(i) for i in positions)
     # stock tables of one type share their exchanges; those of different types do not
     stock = StockCost()
-    for kind in sorted({kind for kind in stock_types if kind is not None}):
-        tables = [i for i, found in enumerate(stock_types) if found == kind and i not in forms]
-        added = stock_totals(kind, [works[i] for i in tables])
-        stock = stock.plus(stock_cost(kind, added, curves, world_size, uneven=uneven(kind, tables)))
-    bags = [i for i in hot_cold if forms[i] == "bags"]
-    loads = {i: works[i].load for i in hot_cold}
-    pack_of = {i: pack_key(forms[i], 0, load.dim, load.element_bytes) for i, load in loads.items()}
-    num_packs, num_bag_packs = len({*pack_of.values()}), len({pack_of[i] for i in bags})
-    sent = exchange_bytes(totals, world_size, num_packs) if hot_cold else {}
+    for kind in sorted({kind for kind in kinds if kind is not None}):
+        alike = [work for work, found in zip(works, kinds) if found == kind]
+        stock = stock.plus(stock_cost(kind, alike, curves, world_size))
+    totals = HotColdTotals.sum(
+        HotColdTotals.from_table(works[i], num_hot.get(i, 0), forms[i]) for i in sorted(forms)
+    )
+
+    def num_packs(tables: Iterable[int]) -> int:
+        loads = {i: works[i].load for i in tables}
+        return len({pack_key(forms[i], 0, x.dim, x.element_bytes) for i, x in loads.items()})
+
+    bags = [i for i in sorted(forms) if forms[i] == "bags"]
+    sent = exchange_bytes(totals, world_size, num_packs(forms)) if forms else {}
     return PricedPlan(
-        forms=tuple(forms.get(i) for i in range(len(works))),
-        num_hot=tuple(num_hot.get(i, 0) for i in range(len(works))),
-        stock_types=tuple(stock_types),
+        forms=tuple(forms.get(i) for i in positions),
+        num_hot=tuple(num_hot.get(i, 0) for i in positions),
+        stock_types=kinds,
         step=pricer.price(
             totals,
             stock,
-            num_packs=num_packs,
-            uneven_bags=uneven("table_wise", bags),
-            num_bag_waves=len(owner_pooled_waves(num_bag_packs)) or 1,
+            num_packs=num_packs(forms),
+            uneven_bags=max_over_mean("table_wise", [works[i].load for i in bags], world_size),
+            num_bag_waves=len(owner_pooled_waves(num_packs(bags))) or 1,
         ),
-        sent_bytes={
-            purpose: sent.get(purpose, 0.0) + stock.sent_bytes.get(purpose, 0.0)
-            for purpose in {**sent, **stock.sent_bytes}
-        },
+        sent_bytes=stock.plus(StockCost(sent_bytes=sent)).sent_bytes,
     )
 
 
-def _plans(
-    tables: Sequence[TableInfo], works: Sequence[TableWork], stock_types: Sequence[str | None]
-) -> dict[str, Forms]:
+def _plans(tables: Sequence[TableInfo], works: Sequence[TableWork]) -> dict[str, Forms]:
     """Lists the plans to price; some may be equal."""
     able = {i: table.forms for i, table in enumerate(tables) if table.not_hot_cold is None}
 
@@ -218,7 +205,7 @@ def _plans(
 
     return {
         # a table without a stock type is hot/cold in all plans
-        "stock": {i: forms[0] for i, forms in able.items() if stock_types[i] is None},
+        "stock": {i: forms[0] for i, forms in able.items() if not tables[i].stock_types},
         "rows": {i: forms[0] for i, forms in able.items()},
         "bags": {i: forms[-1] for i, forms in able.items()},
         "mixed": {i: fewer_bytes(works[i], forms) for i, forms in able.items()},
@@ -245,12 +232,6 @@ def _frequent_rows(
     return {i: int(counts[i]) for i in tables}
 
 
-def _best_stock_types(
-    tables: Sequence[TableInfo], costs: Sequence[Mapping[str, StockCost]]
-) -> list[str | None]:
-    """Returns the stock type of each table that adds least to a step in which all tables have it;
-    ``None`` for a table without stock types."""
-    return [
-        min(table.stock_types, key=lambda kind: (added[kind].exposed_ms, kind), default=None)
-        for table, added in zip(tables, costs)
-    ]
+def _best_stock_type(table: TableInfo, added: Mapping[str, StockCost]) -> str | None:
+    """Returns the stock type of a table that adds least to a step; ``None`` without stock types."""
+    return min(table.stock_types, key=lambda kind: (added[kind].exposed_ms, kind), default=None)

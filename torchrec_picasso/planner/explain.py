@@ -122,7 +122,7 @@ def _why(decision: Decision, index: int) -> str:
         if table.no_hot_rows is not None:
             reason = table.no_hot_rows.what
         why = f"hot/cold without replicas: {rows}; {reason}"
-    return why if kind else f"{why}; no stock type is allowed"
+    return why if table.stock_types else f"{why}; no stock type is allowed"
 
 
 def _comparison(decision: Decision) -> str:
