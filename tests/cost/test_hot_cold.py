@@ -97,9 +97,9 @@ def test_marginal_costs_are_what_leaving_a_table_out_saves() -> None:
             for some in (works, works[1:])
         ]
         added = [costs[kind] for costs in marginal_stock_costs(works, curves, 2)]
-        steps = [_cost(kind, some, uneven, curves, 2).total_ms for some in totals]
-        assert added[0].total_ms == pytest.approx(steps[0] - steps[1])
-        assert all(cost.total_ms > 0 for cost in added)
+        steps = [_cost(kind, some, uneven, curves, 2).exposed_ms for some in totals]
+        assert added[0].exposed_ms == pytest.approx(steps[0] - steps[1])
+        assert all(cost.exposed_ms > 0 for cost in added)
 
 
 def test_memory_counts_homes_replicas_and_state() -> None:

@@ -144,7 +144,7 @@ def test_stock_tables_beside_the_exchange_are_exposed() -> None:
     pricer = StepPricer(network(), 2, DenseTimes.from_total(1000.0))
     totals = HotColdTotals.sum(HotColdTotals.from_table(of_table, 0) for of_table in works)
     alone, beside = pricer.price(totals), pricer.price(totals, stock)
-    waits_ms = stock.forward_comms_ms + stock.backward_comms_ms
+    waits_ms = stock.forward_wire_ms + stock.backward_wire_ms
     assert beside.step_ms >= alone.step_ms + waits_ms
 
 
@@ -157,7 +157,7 @@ def test_stock_alone_hides_its_ids_only() -> None:
     reduce_ms = curves.ms("all_reduce", 1e6)
     assert price.step_ms == pytest.approx(stock.exposed_ms + 50 + reduce_ms)
     assert price.num_micro_batches == 1
-    busy_wire = dataclasses.replace(stock, input_dist_wire_ms=1e4, input_dist_ms=1e4)
+    busy_wire = dataclasses.replace(stock, ids_wire_ms=1e4)
     longer = StepPricer(curves, 2, dense).price(HotColdTotals(), busy_wire)
     assert longer.step_ms == pytest.approx(longer.wire_ms)
 

@@ -95,14 +95,11 @@ class StepPricer:
 
         Computation hides the exchange of ids, but no exchange of rows, gradients or dense sums.
         """
-        reduce_ms = self.reduce.ms if self.reduce is not None else 0.0
-        wire_ms = cost.forward_comms_ms + cost.backward_comms_ms + reduce_ms
-        compute_ms = cost.total_ms - cost.wire_ms + self.dense.total_ms
-        hidden_ms = min(cost.input_dist_wire_ms, compute_ms)
+        wire_ms = cost.wire_ms + (self.reduce.ms if self.reduce is not None else 0.0)
+        compute_ms = cost.compute_ms + self.dense.total_ms
+        hidden_ms = min(cost.ids_wire_ms, compute_ms)
         return StepPrice(
-            step_ms=wire_ms + compute_ms + cost.input_dist_wire_ms - hidden_ms,
-            wire_ms=wire_ms + cost.input_dist_wire_ms,
-            compute_ms=compute_ms,
+            step_ms=wire_ms + compute_ms - hidden_ms, wire_ms=wire_ms, compute_ms=compute_ms
         )
 
     def message(self, collective: str, num_bytes: float) -> Message | None:
@@ -163,18 +160,18 @@ class StepPricer:
         """Adds the stock tables and the sums of dense gradients, in place. Stock tables are looked
         up once, before the first micro-batch; DDP waits for dense sums."""
         request = times["request", None]
-        header, ids_ms = request.message, stock.input_dist_ms - stock.input_dist_wire_ms
+        header = request.message
         if header is not None:
-            header = Message(header.ms + stock.input_dist_wire_ms, header.core_share)
-        times["request", None] = OpTime(request.compute_ms + ids_ms, header)
-        forward = Message(stock.forward_comms_ms), stock.forward_compute_ms
-        backward = Message(stock.backward_comms_ms), stock.backward_compute_ms
+            header = Message(header.ms + stock.ids_wire_ms, header.core_share)
+        times["request", None] = OpTime(request.compute_ms + stock.ids_ms, header)
+        forward = Message(stock.forward_wire_ms), stock.forward_ms
+        backward = Message(stock.backward_wire_ms), stock.backward_ms
         times["forward", 0] = replace(
-            times["forward", 0], exposed=(forward,) if stock.forward_comms_ms else ()
+            times["forward", 0], exposed=(forward,) if stock.forward_wire_ms else ()
         )
         times["backward", last_backward] = replace(
             times["backward", last_backward],
-            exposed=(backward,) if stock.backward_comms_ms else (),
+            exposed=(backward,) if stock.backward_wire_ms else (),
             last=self.reduce,
         )
 

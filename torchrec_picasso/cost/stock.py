@@ -34,30 +34,29 @@ _DENSE_UPDATE_PASSES = 3  # over the whole table: zero, write and apply the grad
 class StockCost(Summable):
     """Predicted cost of the stock tables in one step on the busiest rank, without overlap."""
 
-    input_dist_ms: float = 0.0  # exchange of ids: communication and local work
-    forward_compute_ms: float = 0.0  # gather and pooling
-    forward_comms_ms: float = 0.0  # communication of rows
-    backward_compute_ms: float = 0.0  # gradients of rows, and the update
-    backward_comms_ms: float = 0.0  # communication of gradients
-    input_dist_wire_ms: float = 0.0  # the communication in input_dist_ms
+    ids_ms: float = 0.0  # local work on ids
+    ids_wire_ms: float = 0.0  # exchange of ids
+    forward_ms: float = 0.0  # gather and pooling
+    forward_wire_ms: float = 0.0  # exchange of rows
+    backward_ms: float = 0.0  # gradients of rows, and the update
+    backward_wire_ms: float = 0.0  # exchange of gradients
     sent_bytes: Mapping[str, float] = field(default_factory=dict)
     """Bytes that a rank sends, by purpose; mean over ranks."""
 
     @property
-    def total_ms(self) -> float:
-        """Forward with the input dist, and backward with the update."""
-        forward_ms = self.input_dist_ms + self.forward_compute_ms + self.forward_comms_ms
-        return forward_ms + (self.backward_compute_ms + self.backward_comms_ms)
+    def compute_ms(self) -> float:
+        """All local work."""
+        return self.ids_ms + self.forward_ms + self.backward_ms
 
     @property
     def wire_ms(self) -> float:
         """All communication."""
-        return self.input_dist_wire_ms + self.forward_comms_ms + self.backward_comms_ms
+        return self.ids_wire_ms + self.forward_wire_ms + self.backward_wire_ms
 
     @property
     def exposed_ms(self) -> float:
-        """The total without the input dist of the next batch, which TorchRec's pipelines hide."""
-        return self.total_ms - self.input_dist_wire_ms
+        """Everything but the exchange of ids, which TorchRec's pipelines hide."""
+        return self.compute_ms + self.wire_ms - self.ids_wire_ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,17 +136,17 @@ def _cost(
     rows = totals.bag_elements * _WIRE_BYTES * (world_size - 1 if is_row_wise else to_others)
     forward, backward = ("reduce_scatter", "all_gather") if is_row_wise else ("all_to_all",) * 2
     # an all-to-all of splits, then one of lengths and one of values
-    ids_ms = curves.ms("all_to_all", 0, world_size) + 2 * curves.ms(
+    ids_wire_ms = curves.ms("all_to_all", 0, world_size) + 2 * curves.ms(
         "all_to_all", ids * uneven / 2, world_size
     )
     costs = curves.local.stock
     return StockCost(
-        input_dist_ms=costs.input_dist.ms(work) + ids_ms,
-        forward_compute_ms=costs.forward.ms(work),
-        forward_comms_ms=curves.ms(forward, rows * uneven, world_size),
-        backward_compute_ms=costs.backward.ms(work),
-        backward_comms_ms=curves.ms(backward, rows * uneven, world_size),
-        input_dist_wire_ms=ids_ms,
+        ids_ms=costs.input_dist.ms(work),
+        ids_wire_ms=ids_wire_ms,
+        forward_ms=costs.forward.ms(work),
+        forward_wire_ms=curves.ms(forward, rows * uneven, world_size),
+        backward_ms=costs.backward.ms(work),
+        backward_wire_ms=curves.ms(backward, rows * uneven, world_size),
         sent_bytes={"ids": ids, "rows": rows, "gradients": rows},
     )
 
@@ -180,9 +179,9 @@ def _data_parallel(
     sent = 2 * (world_size - 1) / world_size * totals.table_elements * _WIRE_BYTES
     costs = curves.local.stock
     return StockCost(
-        forward_compute_ms=costs.forward.ms(work),
-        backward_compute_ms=costs.backward.ms(work) + costs.forward.ms(dense_update),
-        backward_comms_ms=curves.ms("all_reduce", sent, world_size),
+        forward_ms=costs.forward.ms(work),
+        backward_ms=costs.backward.ms(work) + costs.forward.ms(dense_update),
+        backward_wire_ms=curves.ms("all_reduce", sent, world_size),
         sent_bytes={"gradients": sent},
     )
 

@@ -186,10 +186,8 @@ def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoad
     # load of a row = probability that one rank's batch uses it, looked up by its count
     used = torch.from_numpy(work.used_K[::-1].copy())
     place_U = torch.searchsorted(spectrum.counts_K.flip(0), counts_U.double())
-    load_U = counts_U.double()
-    if used.numel():
-        load_U = used[place_U.clamp(max=used.numel() - 1)]
-    load_U = load_U.masked_fill(torch.isin(rows_U, hot_H), 0.0)  # hot rows are not requested
+    load_U = used[place_U.clamp(max=used.numel() - 1)]
+    load_U[torch.isin(rows_U, hot_H)] = 0.0  # hot rows are not requested
     dim, cold = float(work.load.dim), work.split(hot_H.numel()).cold_used
     return RowLoads(
         num_embeddings=work.load.num_embeddings,

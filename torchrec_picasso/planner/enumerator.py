@@ -63,15 +63,11 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self._frequency_stats = stats
         self._has_prices = curves is not None or hot_rows is None
         self._curves = curves if curves is not None else assumed_curves(topology)
-        self._decision: Decision | None = None
-        self._tables: dict[TablePath, TableInfo] = {}  # those that the decision is about
-        self._listed: list[ShardingOption] | None = None  # a list while options are collected
-
-    @property
-    def decision(self) -> Decision | None:
+        self.decision: Decision | None = None
         """The decision of the last call of ``enumerate``; ``None`` if no sharder supports hot/cold
         tables."""
-        return self._decision
+        self._tables: dict[TablePath, TableInfo] = {}  # those that the decision is about
+        self._listed: list[ShardingOption] | None = None  # a list while options are collected
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
@@ -84,14 +80,14 @@ class HotColdEnumerator(EmbeddingEnumerator):
         Raises:
             PlanError: If requested hot rows cannot be placed, with the reason.
         """
-        self._decision = None
+        self.decision = None
         options_by_path = self._list_options(module, sharders)
         self._tables = self._table_infos(options_by_path)
         check_request(options_by_path, self._tables, self._hot_rows, [*self.sharder_map.values()])
         placements: dict[TablePath, HotColdParams | None] = {}
         blocks: dict[TablePath, tuple[int, ...]] = {}
         if self._tables:
-            decision = self._decision = self._decide(options_by_path, dense_bytes_of(module))
+            decision = self.decision = self._decide(options_by_path, dense_bytes_of(module))
             paths = list(self._tables)
             placements = dict(zip(paths, decision.placements))
             blocks = {paths[position]: rows_W for position, rows_W in decision.block_rows.items()}
@@ -122,7 +118,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
             return
         super().populate_estimates(sharding_options)
         hot_options.add_replica_storage(sharding_options, self._compute_device)
-        decision = self._decision
+        decision = self.decision
         if decision is not None and self._has_prices:
             # the prices of the cost model replace TorchRec's estimates of times
             added = dict(zip(self._tables, decision.stock_costs))
@@ -131,7 +127,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
     def _decided_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
         """Selects one option per table: the decided one, or the one with TorchRec's best rating."""
         stock_types: dict[TablePath, str | None] = {}
-        decision = self._decision
+        decision = self.decision
         if decision is not None and self._has_prices and not isinstance(self._hot_rows, Mapping):
             stock_types = dict(zip(self._tables, decision.stock_types))
 

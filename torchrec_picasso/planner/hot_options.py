@@ -191,10 +191,10 @@ def price_options(
         # costs are means over ranks: a single shard has the work of all W ranks
         share = world_size / len(option.shards)
         perf = Perf(
-            fwd_compute=cost.forward_compute_ms * share,
-            fwd_comms=(cost.forward_comms_ms + cost.input_dist_ms) * share,
-            bwd_compute=cost.backward_compute_ms * share,
-            bwd_comms=cost.backward_comms_ms * share,
+            fwd_compute=cost.forward_ms * share,
+            fwd_comms=(cost.forward_wire_ms + cost.ids_ms + cost.ids_wire_ms) * share,
+            bwd_compute=cost.backward_ms * share,
+            bwd_comms=cost.backward_wire_ms * share,
         )
         for shard in option.shards:
             shard.perf = perf
