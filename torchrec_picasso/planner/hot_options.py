@@ -11,7 +11,7 @@ Shape letters: W ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 
 from torchrec.distributed.planner.types import Perf, ShardingOption, Storage, Topology
@@ -119,8 +119,7 @@ def replica_budget_bytes(
     options_by_table: Sequence[Sequence[ShardingOption]], topology: Topology
 ) -> float:
     """Computes the bytes per rank that are free for replicas if tables are spread evenly."""
-    # each table in its smallest option
-    used = sum(min(_per_rank(o, topology) for o in options) for options in options_by_table)
+    used = sum(_per_rank(option, topology) for option in _smallest(options_by_table, topology))
     return max(0.0, _capacity_bytes(topology) * (1 - _RESERVED_SHARE) - used)
 
 
@@ -128,34 +127,37 @@ def explain_shortage(options: Sequence[ShardingOption], topology: Topology) -> P
     """Returns the error for a plan that does not fit; ``None`` if memory is sufficient."""
     if not options:
         return None
-    # each table in its smallest option
-    least = {
-        key: min(table_options, key=lambda option: _per_rank(option, topology))
-        for key, table_options in by_table(options).items()
-    }
-    needed = {key: _per_rank(option, topology) for key, option in least.items()}
+    least = _smallest(by_table(options).values(), topology)
     capacity = _capacity_bytes(topology)
     available = capacity * (1 - _RESERVED_SHARE)
-    total = sum(needed.values())
+    total = sum(_per_rank(option, topology) for option in least)
     if total <= available:
         return None
-    largest = max(needed, key=lambda key: (needed[key], key))
-    replicas = sum(map(replica_bytes, least.values()))
+    largest = max(least, key=lambda o: (_per_rank(o, topology), o.path, o.name))
+    replicas = sum(map(replica_bytes, least))
     memory = "ddr" if topology.compute_device == "cpu" else "hbm"
     smallest = int(total / (1 - _RESERVED_SHARE)) + 1
     message = (
         f"the tables need {total:,.0f} bytes of {memory} per rank, but a rank has {available:,.0f} "
         f"({capacity:,.0f} less {_RESERVED_SHARE:.0%} that TorchRec reserves); the largest is "
-        f"table {largest[1]!r} with {needed[largest]:,.0f}, {replica_bytes(least[largest]):,} of "
-        f"them replicas. Set {memory}_cap of the topology to at least {smallest:,}"
+        f"table {largest.name!r} with {_per_rank(largest, topology):,.0f}, "
+        f"{replica_bytes(largest):,} of them replicas. Set {memory}_cap of the topology to at "
+        f"least {smallest:,}"
     )
     if replicas and total - replicas <= available:
-        params = [option.cache_params for option in least.values()]
+        params = [option.cache_params for option in least]
         hot = sum(each.num_hot_rows for each in params if isinstance(each, HotColdParams))
         # replicas that fit, if all rows had the mean size
         most = int(hot * (available - (total - replicas)) / replicas)
         message += f", or request at most {most:,} hot rows instead of {hot:,}"
     return PlanError(message)
+
+
+def _smallest(
+    options_by_table: Iterable[Sequence[ShardingOption]], topology: Topology
+) -> list[ShardingOption]:
+    """Selects the option of each table that takes least memory."""
+    return [min(found, key=lambda o: _per_rank(o, topology)) for found in options_by_table]
 
 
 def _per_rank(option: ShardingOption, topology: Topology) -> float:
