@@ -184,26 +184,24 @@ def find_fetch_order(counts_KW: list[list[int]], dirty_n: Tensor | None) -> Fetc
     return FetchOrder(counts.view(-1, world_size).tolist(), order_n)
 
 
-def fetch_positions(
-    located: LocatedRows, hot_P: Sequence[int], cold_P: Sequence[FetchOrder]
-) -> Tensor:
+def fetch_positions(located: LocatedRows, packs: Sequence[tuple[Tensor, FetchOrder]]) -> Tensor:
     """Computes the position of each unique row, by ascending id, among the fetched rows: int64.
 
-    Positions are consecutive over packs. In each pack, ``hot_P`` hot rows come first, then the cold
-    rows in fetch order.
+    Positions are consecutive over packs. In each pack the hot rows, by slot, come first, then the
+    cold rows in fetch order.
     """
-    if all(order.order_n is None for order in cold_P):
+    if all(cold.order_n is None for _, cold in packs):
         return located.position_U
-    device = located.position_U.device
+    positions, start = [], 0
     # Fetch position of each row in request order, shape (U,). Hot rows are read locally and keep
     # their order.
-    starts_P = [0, *accumulate(hot + cold.num_rows for hot, cold in zip(hot_P, cold_P))]
-    positions = []
-    for start, hot, cold in zip(starts_P, hot_P, cold_P):
+    for slots_h, cold in packs:
+        first_cold = start + slots_h.numel()
         positions += [
-            torch.arange(start, start + hot, device=device),
-            cold.positions(device).add_(start + hot),
+            torch.arange(start, first_cold, device=slots_h.device),
+            cold.positions(slots_h.device).add_(first_cold),
         ]
+        start = first_cold + cold.num_rows
     # From request order to ascending id.
     return torch.cat(positions).index_select(0, located.position_U)
 

@@ -157,10 +157,7 @@ class BatchRows:
             part=part,
             module=module,
             pooling_M=pooling_M,
-            weights_M=[
-                None if weights_N is None else pooling.lookup_weights(weights_N, are_new)
-                for pooling in pooling_M
-            ],
+            scales_M=[pooling.scales(weights_N, are_new) for pooling in pooling_M],
             batch_size=self.layout.sizes_K[part],
             sink=sink,
             is_last=is_last,
@@ -195,8 +192,8 @@ class PartRows:
     part: int
     module: int
     pooling_M: Sequence[Pooling]
-    weights_M: Sequence[Tensor | None]
-    """Per-sample weights of each lookup, in bag order."""
+    scales_M: Sequence[Tensor | None]
+    """Factor of each lookup, in bag order: its weight, over the divisor of a mean."""
     batch_size: int | None
     """Samples per feature, or ``None`` when each feature has its own."""
     sink: GradientSink

@@ -116,6 +116,11 @@ class RowGroup:
         return sum(route.hot.num_rows for route in self.routes)
 
     @property
+    def hot_rows(self) -> dict[str, Tensor]:
+        """The hot rows by table name, ascending int64; tables without hot rows are left out."""
+        return {t.name: t.hot_rows_H for t in self.tables if t.hot_rows_H.numel()}
+
+    @property
     def hot_epoch(self) -> int:
         """Number of the hot set: it grows whenever any hot rows change."""
         return sum(route.hot.epoch for route in self.routes)
@@ -135,7 +140,7 @@ class RowGroup:
     def tensors_of_hot_set(self) -> Iterator[Tensor]:
         """Yields the tensors of the hot set that requests read, for stream bookkeeping."""
         yield from (route.hot.ids_H for route in self.routes)
-        yield from (storage.hot_homes.own_row_by_slot for storage in self.storages)
+        yield from (storage.hot_homes.own_row_H for storage in self.storages)
 
     @property
     def row_dtype(self) -> torch.dtype:

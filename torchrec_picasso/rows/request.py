@@ -7,15 +7,14 @@ harmless values, so that every rank reaches the header, which reports the error 
 
 Shape letters: F features, K parts, M matrices, N lookups, P packs, S bags, W ranks.
 
-Host syncs per batch on CUDA: one with several routes, for the first lookup of each block, beside
-those of the routes.
+Host syncs per batch on CUDA: one with several routes, for the lookups of each feature, beside those
+of the routes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
-from itertools import accumulate, pairwise
 from operator import add
 
 import torch
@@ -26,7 +25,7 @@ from torchrec_picasso.exchange.header import Header, HeaderExchange, HeaderWords
 from torchrec_picasso.exchange.packed import PackedAllToAll
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.layout import RowLayout
-from torchrec_picasso.rows.route import PackLayout, Pooling, Route, RouteFeatures
+from torchrec_picasso.rows.route import PackLayout, Pooling
 from torchrec_picasso.rows.valid_features import are_bad, padded, raise_on_bad_input
 
 __all__ = ["RowRequest", "with_new_layout"]
@@ -74,8 +73,13 @@ class RowRequest:
         one_size = None if is_variable else features.stride()
         self._sizes_K: Sequence[int | None] = [one_size] if sizes_K is None else sizes_K
         self._weights_N = features.weights_or_none() if group.plan.takes_weights else None
-        by_route = _by_route(features, self._weights_N, self._sizes_K, group.routes)
-        self.routes = [route.read(own) for route, own in zip(group.routes, by_route)]
+        # The features of a route follow those of the route before it.
+        by_route, self.routes, first_lookup = [features], [], 0
+        if len(group.routes) > 1:
+            by_route = features.split([route.num_features for route in group.routes])
+        for route, own in zip(group.routes, by_route):
+            self.routes.append(route.read(own, self._sizes_K, first_lookup))
+            first_lookup += own.values().numel()
         self.words = HeaderWords(
             routes=[request.words for request in self.routes],
             outside_ids=reduce(add, [request.outside_ids for request in self.routes]),
@@ -154,48 +158,6 @@ def with_new_layout(group: RowGroup, layout: RowLayout) -> RowLayout:
         request.send_ids()
         request.receive_ids()
         return request.lay_out()
-
-
-def _by_route(
-    features: KeyedJaggedTensor,
-    weights_N: Tensor | None,
-    sizes_K: Sequence[int | None],
-    routes: Sequence[Route],
-) -> Iterator[RouteFeatures]:
-    """Yields the features of each route, which follow each other in the batch."""
-    values_N, lengths_S, offsets_S1 = features.values(), features.lengths(), features.offsets()
-    strides_F = features.stride_per_key()
-    features_of_blocks = [num for route in routes for num in route.features_of_blocks]
-    # First bag of each feature, then of each block, on the host.
-    bag_at = [0, *accumulate(strides_F)]
-    edges = [bag_at[feature] for feature in accumulate(features_of_blocks, initial=0)]
-    lookup_at = [0, values_N.numel()]
-    if len(features_of_blocks) > 1:
-        on_device = torch.tensor(edges).to(offsets_S1.device, non_blocking=True)
-        lookup_at = offsets_S1.index_select(0, on_device).tolist()
-    block = feature = 0
-    for route in routes:
-        end_block = block + len(route.features_of_blocks)
-        end_feature = feature + route.num_features
-        bags = slice(edges[block], edges[end_block])
-        lookups = slice(lookup_at[block], lookup_at[end_block])
-        yield RouteFeatures(
-            values_N=_part(values_N, lookups),
-            lengths_S=_part(lengths_S, bags),
-            offsets_S1=_part(offsets_S1, slice(bags.start, bags.stop + 1)),
-            first_lookup=lookups.start,
-            weights_N=weights_N,
-            strides_F=strides_F[feature:end_feature],
-            sizes_K=sizes_K,
-            lookups_of_blocks=[
-                end - start for start, end in pairwise(lookup_at[block : end_block + 1])
-            ],
-        )
-        block, feature = end_block, end_feature
-
-
-def _part(values: Tensor, where: slice) -> Tensor:
-    return values if where == slice(0, len(values)) else values[where]
 
 
 def _count_bad_weights(weights_N: Tensor | None, device: torch.device) -> Tensor:

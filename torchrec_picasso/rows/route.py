@@ -34,7 +34,6 @@ __all__ = [
     "PackLayout",
     "Pooling",
     "Route",
-    "RouteFeatures",
     "RouteLayout",
     "RouteRequest",
 ]
@@ -78,14 +77,6 @@ class Route(ABC):
         """Whether the tables' placement has several waves, so that no other module joins them."""
         return False
 
-    @property
-    def features_of_blocks(self) -> Sequence[int]:
-        """Number of features of each block; the host learns the number of lookups of a block.
-
-        A block is a run of features whose lookups go the same way: by default all features.
-        """
-        return (self.num_features,)
-
     def id_ranges(self) -> Iterator[tuple[PackedTable, int, int]]:
         """Yields each table with its first packed id and the end of its packed ids."""
         base = 0
@@ -115,28 +106,14 @@ class Route(ABC):
         return None
 
     @abstractmethod
-    def read(self, features: RouteFeatures) -> RouteRequest:
-        """Reads the ids of a batch. Sends nothing."""
+    def read(
+        self, features: KeyedJaggedTensor, sizes_K: Sequence[int | None], first_lookup: int
+    ) -> RouteRequest:
+        """Reads the ids of the route's features in a batch. Sends nothing.
 
-
-@dataclass(frozen=True, kw_only=True)
-class RouteFeatures:
-    """The features of one route in a batch, consecutive in the batch's KeyedJaggedTensor."""
-
-    values_N: Tensor
-    lengths_S: Tensor
-    offsets_S1: Tensor
-    """First lookup of each bag, and the end, counted over all features of the batch."""
-    first_lookup: int
-    """First lookup of the route among those of the batch."""
-    weights_N: Tensor | None
-    """Per-sample weights, if they have an effect; their number may be wrong before the header."""
-    strides_F: Sequence[int]
-    """Bags of each feature."""
-    sizes_K: Sequence[int | None]
-    """Samples of each micro-batch; ``None`` if every feature has its own batch size."""
-    lookups_of_blocks: Sequence[int]
-    """Lookups of each of the route's ``features_of_blocks``."""
+        ``sizes_K`` are the samples of each micro-batch, one ``None`` if every feature has its own
+        batch size; ``first_lookup`` is the number of lookups of the batch's earlier features.
+        """
 
 
 class RouteRequest(ABC):
@@ -218,8 +195,8 @@ class Pooling(ABC):
     lookups_F: Sequence[int] = ()
     """Number of lookups of each feature of a sequence matrix."""
 
-    def lookup_weights(self, weights_N: Tensor, are_new: bool) -> Tensor | None:
-        """Returns the weights of the lookups that this rank pools, in bag order.
+    def scales(self, weights_N: Tensor | None, are_new: bool) -> Tensor | None:
+        """Returns weights times the factors of means, in bag order; ``None`` = all are 1.
 
         ``weights_N`` are those of the batch, in KeyedJaggedTensor order; ``are_new`` says whether
         they differ from those of the request. Raises CompatError if the route cannot apply new
@@ -227,17 +204,12 @@ class Pooling(ABC):
         """
         return None
 
-    def scales(self, weights_N: Tensor | None) -> Tensor | None:
-        """Combines weights with the factors of means: scales, ``(N,)``; ``None`` = all are 1."""
-        return None
-
     @abstractmethod
     def pool(self, rows_RD: Tensor, scales_N: Tensor | None) -> list[Tensor]:
-        """Pools the vectors of the matrix."""
+        """Pools the vectors of the matrix: columns of the module's output, ``(B, columns)``.
 
-    @abstractmethod
-    def columns(self, pieces: list[Tensor]) -> list[Tensor]:
-        """Reshapes the pieces to columns of the module's output, ``(B, columns)``."""
+        Flat if every feature has its own batch size; ``(N, D)`` for sequences.
+        """
 
     @abstractmethod
     def gradients(self, grads: Sequence[Tensor], scales_N: Tensor | None) -> Tensor:

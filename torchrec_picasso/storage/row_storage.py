@@ -143,10 +143,11 @@ class RowStorage(nn.Module):
             for rows in self.tables.per_row() if self.num_hot_rows else ():
                 touched.copy_home(rows.homes, rows.replicas)
 
-    def start_counting(self) -> None:
-        """Starts access counts; has no effect if they are already kept."""
+    def start_counting(self) -> RowUses:
+        """Returns the access counts; starts them if they are not kept yet."""
         if self.uses is None:
             self.uses = RowUses(len(self._homes), self.num_hot_rows, self._homes.device)
+        return self.uses
 
     def change_hot_set(self, hot_homes: HotHomes, old_slot_H: Tensor) -> None:
         """Assigns the slots to other rows; the number of slots does not change. Collective.
@@ -155,13 +156,13 @@ class RowStorage(nn.Module):
         enter are copied from their home rows. ``old_slot_H`` is the slot in the old set of each row
         of the new set, -1 for a row that enters, int64, shape ``(H_p,)``.
         """
-        entering = hot_homes.for_slots(old_slot_H < 0)
         stays = old_slot_H >= 0
+        entering_s = stays.logical_not().nonzero().squeeze(1)
         with self._writing():
             for rows in self.tables.per_row():
                 # The right side is gathered into new memory first, so slots may be permuted.
                 rows.replicas[stays] = rows.replicas[old_slot_H[stays]]
-                entering.broadcast(rows.homes, rows.replicas, self._ranks)
+                hot_homes.broadcast(rows.homes, rows.replicas, self._ranks, entering_s)
         self.hot_homes = hot_homes
 
     def differing_homes(self) -> Tensor:
