@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.packed import HotReduction, PackedAllToAll, Payload
 from torchrec_picasso.rows.group import Matrices, RowGroup
-from torchrec_picasso.rows.layout import RowLayout
+from torchrec_picasso.rows.request import RowLayout
 from torchrec_picasso.rows.route import IncomingRequests, PackLayout
 from torchrec_picasso.storage.hot_homes import TouchedHot
 
@@ -127,10 +127,6 @@ class BatchGradients:
         self._pending_P[p] = []
         pack = self._layout.packs[p]
         return pack.requests, pack.touched, self._at_home.tensors[p]
-
-    def update(self, wave: int | None = None, untrained: Collection[int] = ()) -> bool:
-        """Updates every row that the batch used, as :func:`update_rows`."""
-        return update_rows(self._group, [self], wave, untrained)
 
     def count_uses(self, p: int) -> None:
         """Adds the batch's rows of pack ``p`` to the access counts, if these are kept."""

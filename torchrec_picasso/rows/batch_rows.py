@@ -21,7 +21,7 @@ from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
 from torchrec_picasso.ops.row_order import CLEAN, dirty_exchange
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.group import Matrices, RowGroup
-from torchrec_picasso.rows.layout import RowLayout
+from torchrec_picasso.rows.request import RowLayout
 from torchrec_picasso.rows.route import Pooling
 from torchrec_picasso.storage.row_storage import RowStorage
 
@@ -44,8 +44,10 @@ class BatchRows:
         self.group = group
         self.layout = layout
         self._matrices = Matrices(group.buffers_M, layout.rows_M)
-        self._arrivals: list[_Arrival] = []
-        self._modules_left = len(group.plan.modules)
+        self._arrivals: list[tuple[int, set[int], PackedAllToAll]] = []
+        """Exchanges in progress: number in fetch order, packs, handle."""
+        self.modules_left = len(group.plan.modules)
+        """Modules that still need the rows."""
         self._seen: set[str] = set()
 
     def looked_up(self, storage: RowStorage) -> Tensor:
@@ -97,7 +99,7 @@ class BatchRows:
                     )
                 )
             pending = PackedAllToAll(ranks, payloads, ranks.row_codec)
-        self._arrivals.append(_Arrival(exchange, frozenset(packs), pending))
+        self._arrivals.append((exchange, set(packs), pending))
 
     def read_hot(self) -> None:
         """Reads the replicas of this batch's hot rows into its matrices."""
@@ -126,9 +128,10 @@ class BatchRows:
         packs = self.group.plan.matrices[matrix]
         # Exchanges of later chunks and of other packs stay in progress.
         for arrival in list(self._arrivals):
-            is_needed = not arrival.packs.isdisjoint(range(packs.start, packs.stop))
-            if is_needed and arrival.exchange <= dirty_exchange(part):
-                arrival.pending.wait()
+            exchange, brought, pending = arrival
+            is_needed = not brought.isdisjoint(range(packs.start, packs.stop))
+            if is_needed and exchange <= dirty_exchange(part):
+                pending.wait()
                 self._arrivals.remove(arrival)
         # A pipeline may have started the fetch on another stream.
         return keep_for_current_stream(self._matrices.tensors[matrix])
@@ -163,25 +166,9 @@ class BatchRows:
             is_last=is_last,
         )
 
-    def end_module(self) -> None:
-        """Ends the use by one module; after the last module the memory is released."""
-        self._modules_left -= 1
-        if not self._modules_left:
-            self.release()
-
     def release(self) -> None:
         """Ends the use of the rows' memory."""
         self._matrices.release()
-
-
-@dataclass(frozen=True, eq=False)
-class _Arrival:
-    """An exchange in progress that brings rows of some packs."""
-
-    exchange: int
-    """Number of the exchange in fetch order."""
-    packs: frozenset[int]
-    pending: PackedAllToAll
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +211,8 @@ class PartRows:
             yield self.rows.arrive(self.part, matrix)
 
     def end(self) -> None:
-        """Ends the use of the rows, if no other micro-batch of the module needs them."""
+        """Ends the use of the rows by this micro-batch; the last use of all modules frees them."""
         if self.is_last:
-            self.rows.end_module()
+            self.rows.modules_left -= 1
+            if not self.rows.modules_left:
+                self.rows.release()

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate, islice, pairwise
 
 import numpy as np
@@ -72,6 +72,8 @@ class PooledRoute(Route):
     def __post_init__(self) -> None:
         super().__post_init__()
         num_packs = self.space.num_packs
+        # Waves of about equal numbers of packs, and a matrix for each pack.
+        self.plan = PackPlan.build(self.tables, self.device, owner_pooled_waves(num_packs))
         homes = [(table.pack, _home_rank(table)) for table in self.tables]
         assert homes == sorted(homes), "tables of one home must be side by side"
         self.features_by_home = [[0] * self.ranks.size for _ in range(num_packs)]
@@ -83,23 +85,16 @@ class PooledRoute(Route):
         self.incoming_order = lru_cache(maxsize=num_packs)(incoming_bag_order)
         """The permutation of incoming bags, kept for the packs of one batch."""
 
-    @cached_property
-    def plan(self) -> PackPlan:
-        """Waves of about equal numbers of packs, and a matrix for each pack."""
-        waves = owner_pooled_waves(self.space.num_packs)
-        return PackPlan.build(self.tables, self.device, waves)
-
-    def why_not(self, features: KeyedJaggedTensor) -> str | None:
-        """Says that weights require gradients, which home ranks that apply them cannot give."""
+    def check(self, features: KeyedJaggedTensor) -> None:
+        """Refuses weights that require gradients, which home ranks that apply them cannot give."""
         weights_N = features.weights_or_none()
-        if weights_N is None or not weights_N.requires_grad:
-            return None
-        return (
-            f"the per-sample weights of features {', '.join(features.keys())} want gradients, and "
-            "some of their tables are hot/cold with form='bags', whose weights leave this rank; "
-            "use form='rows' for these tables, as hot_cold_planner(hot_rows=0) does, or "
-            "weights.detach()"
-        )
+        if weights_N is not None and weights_N.requires_grad:
+            raise CompatError(
+                f"the per-sample weights of features {', '.join(features.keys())} want gradients, "
+                "and some of their tables are hot/cold with form='bags', whose weights leave this "
+                "rank; use form='rows' for these tables, as hot_cold_planner(hot_rows=0) does, or "
+                "weights.detach()"
+            )
 
     def read(
         self, features: KeyedJaggedTensor, sizes_K: Sequence[int | None], first_lookup: int

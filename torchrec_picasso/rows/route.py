@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -57,25 +57,17 @@ class Route(ABC):
     storages: Sequence[RowStorage]
     ranks: Ranks
     device: torch.device
+    plan: PackPlan = field(init=False)
+    """Waves and matrices of the packs."""
 
     def __post_init__(self) -> None:
         self.space = IdSpace.build(self.tables, self.device)
         self.hot = HotSlots.build(self.tables, self.device)
 
     @property
-    @abstractmethod
-    def plan(self) -> PackPlan:
-        """Waves and matrices of the packs."""
-
-    @property
     def num_features(self) -> int:
         """Number of features of all tables."""
         return sum(self.plan.features_M)
-
-    @property
-    def is_staggered(self) -> bool:
-        """Whether the tables' placement has several waves, so that no other module joins them."""
-        return False
 
     def id_ranges(self) -> Iterator[tuple[PackedTable, int, int]]:
         """Yields each table with its first packed id and the end of its packed ids."""
@@ -101,9 +93,12 @@ class Route(ABC):
         assert hot.start_P1 == self.hot.start_P1, "a pack keeps its number of replicas"
         self.hot = hot
 
-    def why_not(self, features: KeyedJaggedTensor) -> str | None:
-        """Says why the route cannot serve the features of a module; ``None`` = it can."""
-        return None
+    def check(self, features: KeyedJaggedTensor) -> None:
+        """Raises CompatError, on this rank alone, for features of a module that it cannot serve.
+
+        No header reports this reason to the other ranks. By default it serves all.
+        """
+        return
 
     @abstractmethod
     def read(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -73,18 +73,10 @@ class RowRoute(Route):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Waves of the placement, and a matrix for neighbouring packs of one dim.
+        self.plan = PackPlan.build(self.tables, self.device)
         self._bag_orders = lru_cache(maxsize=1)(bag_order)
         """The permutation of bags, kept for batches of the same sizes."""
-
-    @cached_property
-    def plan(self) -> PackPlan:
-        """Waves of the placement, and a matrix for neighbouring packs of one dim."""
-        return PackPlan.build(self.tables, self.device)
-
-    @property
-    def is_staggered(self) -> bool:
-        """Whether the tables' placement has several waves."""
-        return len(self.plan.waves) > 1
 
     def read(
         self, features: KeyedJaggedTensor, sizes_K: Sequence[int | None], first_lookup: int

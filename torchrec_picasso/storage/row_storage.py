@@ -26,8 +26,7 @@ from torchrec_picasso.ops.segment_reduction import gather_sum
 from torchrec_picasso.ops.streams import WriteOrder
 from torchrec_picasso.storage.exactness import check_exact, check_states
 from torchrec_picasso.storage.hot_homes import HotHomes, TouchedHot
-from torchrec_picasso.storage.memory_layout import choose_memory
-from torchrec_picasso.storage.row_tables import RowTables
+from torchrec_picasso.storage.row_tables import RowTables, choose_memory
 from torchrec_picasso.storage.row_uses import RowUses
 
 __all__ = ["RowStorage"]
