@@ -48,7 +48,8 @@ class BatchRows:
         """Exchanges in progress: number in fetch order, packs, handle."""
         self.modules_left = len(group.plan.modules)
         """Modules that still need the rows."""
-        self._seen: set[str] = set()
+        self.tracked: set[int] = set()
+        """Modules whose rows TorchRec's trackers have recorded."""
 
     def looked_up(self, storage: RowStorage) -> Tensor:
         """Returns the home rows of a pack on this rank that any rank's batch looks up, hot or cold.
@@ -58,15 +59,6 @@ class BatchRows:
         pack = self.layout.packs[self.group.storages.index(storage)]
         rows = [pack.requests.home_rows_n.to(torch.int64), pack.touched.own_rows_o]
         return torch.cat(rows).unique()
-
-    def is_first_time(self, what: str) -> bool:
-        """Records an action by its name; returns whether it is the first for this batch.
-
-        TorchRec's trackers are called once per micro-batch, but record a batch once.
-        """
-        is_first = what not in self._seen
-        self._seen.add(what)
-        return is_first
 
     def fetch_clean(self) -> None:
         """Starts fetching the rows that the batch before does not update. Collective."""
@@ -200,10 +192,29 @@ class PartRows:
 
     @property
     def features(self) -> KeyedJaggedTensor:
-        """Features of the micro-batch, in the order of the tables; sequence modules only."""
-        rows = self.rows
-        matrix = rows.group.plan.modules[self.module][0]
-        return rows.layout.part_features(self.part, self.module, matrix)
+        """Features of a sequence module's micro-batch, in the order of its tables.
+
+        Lengths are known on the host; the module has one matrix.
+        """
+        layout, part = self.rows.layout, self.part
+        sizes_K = [size for size in layout.sizes_K if size is not None]
+        assert sizes_K, "sequences have one batch size"
+        features = layout.features_by_module[self.module]
+        (matrix,) = self.rows.group.plan.modules[self.module]
+        lookups_KF = [pooling_M[matrix].lookups_F for pooling_M in layout.pooling_KM]
+        low, batch_size = sum(sizes_K[:part]), sizes_K[part]
+        lengths_FB = features.lengths().view(len(lookups_KF[part]), sum(sizes_K))
+        # Values are ordered by feature, then micro-batch: F K pieces, of which every K-th from
+        # index `part` belongs to this micro-batch.
+        by_part = list(zip(*lookups_KF))
+        pieces = features.values().split([n for lookups_K in by_part for n in lookups_K])
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=torch.cat(pieces[part :: len(sizes_K)]),
+            lengths=lengths_FB[:, low : low + batch_size].reshape(-1),
+            stride=batch_size,
+            length_per_key=list(lookups_KF[part]),
+        )
 
     def arrive(self) -> Iterator[Tensor]:
         """Waits for the rows; yields those of one matrix at a time, as :meth:`BatchRows.arrive`."""

@@ -32,7 +32,7 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import incoming_bag_order, reorder_bags
-from torchrec_picasso.ops.ids import PackedTable, shift_rows
+from torchrec_picasso.ops.ids import shift_rows
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
@@ -74,7 +74,9 @@ class PooledRoute(Route):
         num_packs = self.space.num_packs
         # Waves of about equal numbers of packs, and a matrix for each pack.
         self.plan = PackPlan.build(self.tables, self.device, owner_pooled_waves(num_packs))
-        homes = [(table.pack, _home_rank(table)) for table in self.tables]
+        # The home rank is the one that stores rows of the table.
+        rows_by_rank = [list(map(bool, table.block_rows_W)) for table in self.tables]
+        homes = [(t.pack, rows_W.index(True)) for t, rows_W in zip(self.tables, rows_by_rank)]
         assert homes == sorted(homes), "tables of one home must be side by side"
         self.features_by_home = [[0] * self.ranks.size for _ in range(num_packs)]
         """Number of features that each rank pools, by pack and rank."""
@@ -101,11 +103,6 @@ class PooledRoute(Route):
     ) -> _Request:
         """Splits the lookups of a batch by pack and home rank."""
         return _Request(self, features, [size for size in sizes_K if size is not None])
-
-
-def _home_rank(table: PackedTable) -> int:
-    """Returns the rank that stores all rows of the table."""
-    return next(rank for rank, rows in enumerate(table.block_rows_W) if rows)
 
 
 class _Request(RouteRequest):

@@ -52,29 +52,6 @@ class RowLayout:
     weights_N: Tensor | None
     """Per-sample weights of the input batch, in KeyedJaggedTensor order."""
 
-    def part_features(self, part: int, module: int, matrix: int) -> KeyedJaggedTensor:
-        """Returns the features of one micro-batch of a sequence module, lengths known on the host.
-
-        ``matrix`` is the index of the module's only matrix.
-        """
-        sizes_K = [size for size in self.sizes_K if size is not None]
-        assert sizes_K, "sequences have one batch size"
-        features = self.features_by_module[module]
-        lookups_KF = [pooling_M[matrix].lookups_F for pooling_M in self.pooling_KM]
-        low, batch_size = sum(sizes_K[:part]), sizes_K[part]
-        lengths_FB = features.lengths().view(len(lookups_KF[part]), sum(sizes_K))
-        # Values are ordered by feature, then micro-batch: F K pieces, of which every K-th from
-        # index `part` belongs to this micro-batch.
-        by_part = list(zip(*lookups_KF))
-        pieces = features.values().split([n for lookups_K in by_part for n in lookups_K])
-        return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=torch.cat(pieces[part :: len(sizes_K)]),
-            lengths=lengths_FB[:, low : low + batch_size].reshape(-1),
-            stride=batch_size,
-            length_per_key=list(lookups_KF[part]),
-        )
-
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
         for features in self.features_by_module:

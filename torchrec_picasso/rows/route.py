@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.exchange.ranks import Ranks
-from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable
+from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable, table_bases
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import ExchangeSplits, FetchOrder
 from torchrec_picasso.storage.hot_homes import TouchedHot
@@ -70,11 +70,9 @@ class Route(ABC):
         return sum(self.plan.features_M)
 
     def id_ranges(self) -> Iterator[tuple[PackedTable, int, int]]:
-        """Yields each table with its first packed id and the end of its packed ids."""
-        base = 0
-        for table in self.tables:
-            yield table, base, base + table.num_embeddings
-            base += table.num_embeddings
+        """Returns each table with its first packed id and the end of its packed ids."""
+        bases = table_bases(self.tables)
+        return zip(self.tables, bases, bases[1:])
 
     def hot_ids_by_pack(self) -> list[Tensor]:
         """Returns the packed ids of each pack's hot rows, int64, ascending."""
