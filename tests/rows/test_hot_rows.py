@@ -97,4 +97,4 @@ def test_a_policy_out_of_range_is_refused_with_every_problem() -> None:
     with pytest.raises(ConfigError, match="most_moved: expected more than 0, got 0"):
         Refresh(most_moved=0)
     assert Refresh(every_steps=10, half_life_steps=1).fading == 0.5
-    assert Refresh(every_steps=10).half_life == 10
+    assert Refresh(every_steps=10).fading == 0.5**0.1

@@ -131,17 +131,18 @@ class ExchangeSplits:
     """Number of rows, on the host."""
 
     @cached_property
-    def _ends(self) -> list[int]:
+    def edges(self) -> list[int]:
+        """First row of each exchange, and the number of rows."""
         return [0, *accumulate(map(sum, self.counts_EW))]
 
     @property
     def num_rows(self) -> int:
         """Number of rows of all exchanges."""
-        return self._ends[-1]
+        return self.edges[-1]
 
     def rows(self, exchange: int) -> slice:
         """Position of the rows of one exchange."""
-        return slice(self._ends[exchange], self._ends[exchange + 1])
+        return slice(self.edges[exchange], self.edges[exchange + 1])
 
 
 @dataclass(frozen=True)
@@ -154,14 +155,6 @@ class FetchOrder(ExchangeSplits):
     def arrange(self, values_n: Tensor) -> Tensor:
         """Puts values from request order into fetch order."""
         return values_n if self.order_n is None else values_n.index_select(0, self.order_n)
-
-    def positions(self, device: torch.device) -> Tensor:
-        """Position in fetch order of each row in request order, int64, shape ``(n,)``."""
-        in_order = torch.arange(self.num_rows, device=device)
-        if self.order_n is None:
-            return in_order
-        # Inverse permutation: scatter the new position i to the old position order_n[i].
-        return torch.empty_like(in_order).scatter_(0, self.order_n, in_order)
 
 
 def find_fetch_order(counts_KW: list[list[int]], dirty_n: Tensor | None) -> FetchOrder:
@@ -197,11 +190,13 @@ def fetch_positions(located: LocatedRows, packs: Sequence[tuple[Tensor, FetchOrd
     # their order.
     for slots_h, cold in packs:
         first_cold = start + slots_h.numel()
-        positions += [
-            torch.arange(start, first_cold, device=slots_h.device),
-            cold.positions(slots_h.device).add_(first_cold),
-        ]
+        positions.append(torch.arange(start, first_cold, device=slots_h.device))
         start = first_cold + cold.num_rows
+        in_order = torch.arange(first_cold, start, device=slots_h.device)
+        if cold.order_n is not None:
+            # Inverse permutation: scatter the new position i to the old position order_n[i].
+            in_order = torch.empty_like(in_order).scatter_(0, cold.order_n, in_order)
+        positions.append(in_order)
     # From request order to ascending id.
     return torch.cat(positions).index_select(0, located.position_U)
 

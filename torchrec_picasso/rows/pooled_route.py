@@ -114,7 +114,7 @@ class _Request(RouteRequest):
         values_N, weights_N = features.values(), features.weights_or_none()
         self._route = route
         self._sizes_K = sizes_K
-        # The host's only wait: the lookups of each feature, then by pack and home rank.
+        # A host sync for the lookups of each feature; from these those by pack and home rank.
         lookups_F = features.length_per_key()
         remaining = iter(lookups_F)
         self._lookups_AW = [
@@ -141,16 +141,13 @@ class _Request(RouteRequest):
         self.words = RouteWords(sent=[words_WX.to(values_N.device, non_blocking=True)])
         self._received_A: list[list[Tensor]] = []
 
-    def take_header(self, words: ReceivedWords) -> None:
+    def ids(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         ((words_WX,), _) = words
         samples_WK, lookups_WA = np.split(words_WX, [len(self._sizes_K)], axis=1)
         self._samples_WK = tuple(map(tuple, samples_WK.tolist()))
-        self._incoming_lookups_AW = lookups_WA.T.tolist()
-
-    def ids(self, dtype: torch.dtype) -> list[Payload]:
         payloads: list[Payload] = []
         for p, features_W in enumerate(self._route.features_by_home):
-            lookups_W, incoming_W = self._lookups_AW[p], self._incoming_lookups_AW[p]
+            lookups_W, incoming_W = self._lookups_AW[p], lookups_WA[:, p].tolist()
             own_features = features_W[self._route.ranks.rank]
             # One entry (sent, sent_W, received_W) per vector. Lengths: one per (sample, feature).
             vectors = [
@@ -246,8 +243,7 @@ class _Request(RouteRequest):
             else:
                 weights_N = mean_weights(weights_N, ordered.offsets_S1, mean_S, rows.numel())
         # First bag of each exchange, shape (E + 1,). Nothing is fetched ahead: exchange 0 is empty.
-        edges = torch.tensor([0, *(by_fetch.rows(e).stop for e in range(len(counts_KW) + 1))])
-        edges = edges.to(ordered.offsets_S1.device, non_blocking=True)
+        edges = torch.tensor(by_fetch.edges).to(ordered.offsets_S1.device, non_blocking=True)
         return _IncomingBags(
             home_rows_n=ordered.ids_N,
             offsets_S1=ordered.offsets_S1,

@@ -86,7 +86,8 @@ class RowRequest:
     """
 
     _header_exchange: HeaderExchange
-    _header: Header
+    header: Header
+    """The information of all ranks; available after :meth:`send_ids`."""
     _ids: PackedAllToAll
 
     def __init__(
@@ -138,21 +139,14 @@ class RowRequest:
         Raises InputError on all ranks if any rank's ids, weights or lengths are invalid.
         """
         group = self._group
-        self._header = header = self._header_exchange.wait()
+        self.header = header = self._header_exchange.wait()
         if not header.any_data:
             return False
         raise_on_bad_input(header, group.tables, self.features, self._validated, group.ranks.rank)
-        for request, words in zip(self.routes, header.routes):
-            request.take_header(words)
-        payloads = [p for request in self.routes for p in request.ids(group.row_dtype)]
+        pairs = zip(self.routes, header.routes)
+        payloads = [p for request, words in pairs for p in request.ids(words, group.row_dtype)]
         self._ids = PackedAllToAll(group.ranks, payloads)
         return True
-
-    @property
-    def any_looks_up_nothing(self) -> bool:
-        """Whether any rank's batch has no lookup, equal on all ranks; valid after
-        :meth:`send_ids`."""
-        return self._header.any_looks_up_nothing
 
     def receive_ids(self) -> None:
         """Waits for the ids: after it the home ranks know the requested rows."""

@@ -118,12 +118,9 @@ class RouteRequest(ABC):
     """Number of lookups outside their table, 0-d integer."""
 
     @abstractmethod
-    def take_header(self, words: ReceivedWords) -> None:
-        """Reads the header words of all ranks."""
-
-    @abstractmethod
-    def ids(self, dtype: torch.dtype) -> list[Payload]:
-        """Returns what goes to home ranks before the layout, in the wire's integer type."""
+    def ids(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
+        """Reads the header words of all ranks, and returns what goes to home ranks before the
+        layout, in the wire's integer type."""
 
     def dirty_mask(self, before: Any) -> list[Payload]:
         """Returns the dirty mask, uint8, from the same route's request of the batch before.

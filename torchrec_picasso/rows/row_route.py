@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -139,7 +138,7 @@ class _Request(RouteRequest):
             kept=[counts_PQ.reshape(-1), lookups_J],
         )
 
-    def take_header(self, words: ReceivedWords) -> None:
+    def ids(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         (counts_WX, bits_WX), (counts_n, lookups_n) = words
         route, located = self._route, self.located
         own_PQ = counts_n.reshape(located.counts_PQ.shape)
@@ -171,8 +170,6 @@ class _Request(RouteRequest):
                 incoming_PKW,
             )
         ]
-
-    def ids(self, dtype: torch.dtype) -> list[Payload]:
         return [payload for pack in self._packs for payload in pack.ids(dtype)]
 
     def dirty_mask(self, before: _Request) -> list[Payload]:
@@ -181,12 +178,14 @@ class _Request(RouteRequest):
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
         plan = self._route.plan
-        # Packs of one matrix follow each other: start = rows of the packs before it in the matrix.
-        packs = [
-            pack.lay_out(first_matrix + matrix, start)
-            for matrix, own in enumerate(map(self._packs.__getitem__, plan.matrices))
-            for pack, start in zip(own, accumulate((p.num_rows for p in own), initial=0))
-        ]
+        packs: list[PackLayout] = []
+        rows_M: list[int] = []
+        for matrix, own in enumerate(plan.matrices, first_matrix):
+            start = 0  # packs of one matrix follow each other
+            for pack in self._packs[own]:
+                packs.append(pack.lay_out(matrix, start))
+                start += packs[-1].num_rows
+            rows_M.append(start)
         # Lookups are summed over the runs of a micro-batch: cut_pooling sees whole micro-batches.
         index_KM = cut_pooling(
             self.bags,
@@ -196,7 +195,7 @@ class _Request(RouteRequest):
             self.cut,
             part_N=self.part_N,
             lookups_MK=[[sum(runs) for runs in runs_K] for runs_K in self._lookups_MKJ],
-            rows_M=[sum(pack.num_rows for pack in packs[matrix]) for matrix in plan.matrices],
+            rows_M=rows_M,
         )
         pooling_KM: list[list[Pooling]] = [
             [
@@ -228,10 +227,6 @@ class _PackRequest:
     """Home rows that ranks request here."""
     dirty: tuple[Tensor | None, Tensor | None] = None, None
     """Whether outgoing and incoming rows are dirty, uint8; ``None`` = all are."""
-
-    @property
-    def num_rows(self) -> int:
-        return self.hot_slots.numel() + self.outgoing.num_rows
 
     def ids(self, dtype: torch.dtype) -> Iterator[Payload]:
         self.incoming_rows = self.cold_n.new_empty(self.incoming.num_rows, dtype=dtype)

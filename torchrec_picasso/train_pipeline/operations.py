@@ -214,7 +214,7 @@ class Operations:
             yes, no = _Vote.TRAINED_WITHOUT_SAMPLES, _Vote.UNKNOWN
         names = [name for group in self.taken.groups for name in group.modules]
         votes: list[int] = [yes if name in trained else no for name in names]
-        if any(each.request.any_looks_up_nothing for each in inflight.groups):
+        if any(each.request.header.any_looks_up_nothing for each in inflight.groups):
             largest = torch.tensor(votes, device=self.taken.device)
             note_all_reduce(largest.nbytes, self.taken.pg.size())
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.taken.pg)
