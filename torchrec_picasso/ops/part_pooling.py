@@ -26,11 +26,10 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.ops.bags import Bags
-from torchrec_picasso.ops.order import stable_order
+from torchrec_picasso.ops.order import UniqueRows, stable_order
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import LocatedRows
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
-from torchrec_picasso.ops.unique import UniqueRows
 
 __all__ = ["BatchCut", "count_lookups", "cut_pooling", "part_of_lookup"]
 

@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.ops.ids import HotSlots, IdSpace
-from torchrec_picasso.ops.order import stable_order
-from torchrec_picasso.ops.unique import UniqueRows
+from torchrec_picasso.ops.order import UniqueRows, stable_order
 
 __all__ = [
     "CLEAN",

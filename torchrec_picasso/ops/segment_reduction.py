@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrec_picasso.ops.order import nonzero_indices, sort_with_tags
-from torchrec_picasso.ops.unique import first_of_runs
+from torchrec_picasso.ops.order import first_of_runs, nonzero_indices, sort_with_tags
 
 __all__ = [
     "PoolingIndex",

@@ -112,17 +112,20 @@ class RowRequest:
         one_size = None if is_variable else features.stride()
         self._sizes_K: Sequence[int | None] = [one_size] if sizes_K is None else sizes_K
         self._weights_N = features.weights_or_none() if group.plan.takes_weights else None
+        bad_weights = torch.zeros((), dtype=torch.int64, device=features.values().device)
+        if self._weights_N is not None:
+            bad_weights = torch.isfinite(self._weights_N).logical_not().sum()
         # The features of a route follow those of the route before it.
         by_route, self.routes, first_lookup = [features], [], 0
         if len(group.routes) > 1:
-            by_route = features.split([route.num_features for route in group.routes])
+            by_route = features.split([sum(route.plan.features_M) for route in group.routes])
         for route, own in zip(group.routes, by_route):
             self.routes.append(route.read(own, self._sizes_K, first_lookup))
             first_lookup += own.values().numel()
         self.words = HeaderWords(
             routes=[request.words for request in self.routes],
             outside_ids=reduce(add, [request.outside_ids for request in self.routes]),
-            bad_weights=_count_bad_weights(self._weights_N, features.values().device),
+            bad_weights=bad_weights,
             bad_lengths=are_bad(validated),
             has_data=has_data,
             looks_up_nothing=not features.values().numel(),
@@ -190,9 +193,3 @@ def with_new_layout(group: RowGroup, layout: RowLayout) -> RowLayout:
         request.send_ids()
         request.receive_ids()
         return request.lay_out()
-
-
-def _count_bad_weights(weights_N: Tensor | None, device: torch.device) -> Tensor:
-    if weights_N is None:
-        return torch.zeros((), dtype=torch.int64, device=device)
-    return torch.isfinite(weights_N).logical_not().sum()

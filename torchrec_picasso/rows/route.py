@@ -64,11 +64,6 @@ class Route(ABC):
         self.space = IdSpace.build(self.tables, self.device)
         self.hot = HotSlots.build(self.tables, self.device)
 
-    @property
-    def num_features(self) -> int:
-        """Number of features of all tables."""
-        return sum(self.plan.features_M)
-
     def id_ranges(self) -> Iterator[tuple[PackedTable, int, int]]:
         """Returns each table with its first packed id and the end of its packed ids."""
         bases = table_bases(self.tables)

@@ -28,6 +28,7 @@ from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import bag_order, reorder_bags
 from torchrec_picasso.ops.ids import pack_bits
+from torchrec_picasso.ops.order import unique_rows
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.part_pooling import (
     BatchCut,
@@ -50,7 +51,6 @@ from torchrec_picasso.ops.segment_reduction import (
     mean_weights,
     pool_rows,
 )
-from torchrec_picasso.ops.unique import unique_rows
 from torchrec_picasso.rows.route import (
     IncomingRequests,
     PackLayout,
