@@ -191,10 +191,14 @@ class Pooling(ABC):
 
     @abstractmethod
     def pool(self, rows_RD: Tensor, scales_N: Tensor | None) -> list[Tensor]:
-        """Pools the vectors of the matrix: columns of the module's output, ``(B, columns)``.
+        """Pools the vectors of the matrix."""
+
+    def columns(self, pieces: list[Tensor]) -> list[Tensor]:
+        """Reshapes the pieces, in autograd, to columns of the module's output: ``(B, columns)``.
 
         Flat if every feature has its own batch size; ``(N, D)`` for sequences.
         """
+        return pieces
 
     @abstractmethod
     def gradients(self, grads: Sequence[Tensor], scales_N: Tensor | None) -> Tensor:

@@ -199,12 +199,8 @@ class _Request(RouteRequest):
         )
         pooling_KM: list[list[Pooling]] = [
             [
-                _RowPooling(
-                    index=index, dim=dim, size=size, num_features=num, lookups_F=lookups_KJ[k]
-                )
-                for index, dim, num, lookups_KJ in zip(
-                    index_M, plan.dim_M, plan.features_M, self._lookups_MKJ
-                )
+                _RowPooling(index=index, size=size, num_features=num, lookups_F=lookups_KJ[k])
+                for index, num, lookups_KJ in zip(index_M, plan.features_M, self._lookups_MKJ)
             ]
             for k, (index_M, size) in enumerate(zip(index_KM, self._sizes_K))
         ]
@@ -287,13 +283,12 @@ class _IncomingRows(IncomingRequests):
 
 @dataclass(frozen=True, kw_only=True)
 class _RowPooling(Pooling):
-    """The pooling of one micro-batch of one matrix of rows; one piece.
+    """The pooling of one micro-batch of one matrix of rows; one piece, ``(B F, D)``.
 
     Sequences are not pooled: the piece has the row of each lookup, ``(N, D)``.
     """
 
     index: PoolingIndex
-    dim: int
     size: int | None
     """Samples of the micro-batch; ``None`` if every feature has its own batch size."""
     num_features: int
@@ -308,17 +303,21 @@ class _RowPooling(Pooling):
         return mean_weights(weights_N, index.bag_offsets_S1, index.mean_S, index.num_lookups)
 
     def pool(self, rows_RD: Tensor, scales_N: Tensor | None) -> list[Tensor]:
-        pooled = pool_rows(rows_RD, scales_N, self.index)
+        return [pool_rows(rows_RD, scales_N, self.index)]
+
+    def columns(self, pieces: list[Tensor]) -> list[Tensor]:
+        (pooled,) = pieces
         if not self.index.has_bags:
-            return [pooled]
-        shape = (-1,) if self.size is None else (self.size, self.num_features * self.dim)
-        return [pooled.view(shape)]  # (S, D) is ordered by sample, then feature
+            return pieces
+        # (S, D) is ordered by sample, then feature
+        shape = (-1,) if self.size is None else (self.size, self.num_features * pooled.size(1))
+        return [pooled.view(shape)]
 
     def gradients(self, grads: Sequence[Tensor], scales_N: Tensor | None) -> Tensor:
-        return gradient_of_rows(grads[0].reshape(-1, self.dim), scales_N, self.index)
+        return gradient_of_rows(grads[0], scales_N, self.index)
 
     def gradient_of_scales(self, grads: Sequence[Tensor], rows_RD: Tensor) -> Tensor:
-        return gradient_of_weights(grads[0].reshape(-1, self.dim), rows_RD, self.index)
+        return gradient_of_weights(grads[0], rows_RD, self.index)
 
     def add_gradients(self, sums_RD: Tensor, grads_nD: Tensor) -> None:
         assert self.index.gradient_position_U is not None, "one micro-batch needs no sums"

@@ -9,6 +9,7 @@ of the batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -52,16 +53,22 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Te
     def _pool(self, rows: PartRows, needs_grad: bool) -> Tensor:
         with torch.set_grad_enabled(needs_grad and torch.is_grad_enabled()):
             scales_M = [keep_for_current_stream(scales) for scales in rows.scales_M]
-            columns = _PoolArrivals.apply(self._anchor, rows, *scales_M)
-            output = self._side_by_side(rows, columns)
+            pieces = _PoolArrivals.apply(self._anchor, rows, *scales_M)
+            output = self._side_by_side(rows, pieces)
         # without a gradient of the weights nothing reads the rows again: their memory is free
         wanted = any(scale is not None and scale.requires_grad for scale in scales_M)
         if not (wanted and output.requires_grad):
             rows.end()
         return output
 
-    def _side_by_side(self, rows: PartRows, columns: tuple[Tensor, ...]) -> Tensor:
+    def _side_by_side(self, rows: PartRows, pieces: Sequence[Tensor]) -> Tensor:
         """Joins the pooled matrices to the shape that :meth:`HotColdOutputDist.forward` gives."""
+        remaining = iter(pieces)
+        columns = [
+            column
+            for pooling in rows.pooling_M
+            for column in pooling.columns(list(islice(remaining, pooling.num_pieces)))
+        ]
         if rows.own_sizes is not None and self._plan.takes_weights:
             # without the padding of features with their own batch sizes: (B, sum D) -> flat
             features = zip(self._plan.features_M, self._plan.dim_M)
