@@ -94,13 +94,12 @@ def _train(job: Job, rank: int, world_size: int, driver: Driver) -> Run:
 def _replicas_are_homes(model: Any) -> bool:
     """Whether this rank's own hot rows are what its replicas are."""
     return all(
-        torch.equal(
-            rows.replicas[storage.hot_homes.own_slots()], rows.homes[storage.hot_homes.own_rows_h]
-        )
+        torch.equal(rows.replicas[row_H >= 0], rows.homes[row_H[row_H >= 0]])
         for module in model.modules()
         for lookup in getattr(module, "_lookups", [])
         if isinstance(lookup, (HotColdPooledLookup, HotColdSequenceLookup))
         for storage in storages_of(lookup)
+        for row_H in [storage.hot_homes.own_row_H]
         for rows in storage.tables.per_row()
     )
 

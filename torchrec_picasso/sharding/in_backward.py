@@ -28,8 +28,7 @@ from torchrec_picasso.exchange.agreement import Agreement, Flags
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.rows.layout import RowLayout
-from torchrec_picasso.rows.request import RowRequest, with_new_layout
+from torchrec_picasso.rows.request import RowLayout, RowRequest, with_new_layout
 from torchrec_picasso.rows.valid_features import like
 from torchrec_picasso.sharding.later import Later
 

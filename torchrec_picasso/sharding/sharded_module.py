@@ -262,4 +262,4 @@ class HotRowRefresher:
 
     def hot_rows(self) -> dict[str, Tensor]:
         """The hot rows by table name, int64, ascending; tables without hot rows are left out."""
-        return self._refresher.hot_rows()
+        return {name: rows for group in self._groups for name, rows in group.hot_rows.items()}

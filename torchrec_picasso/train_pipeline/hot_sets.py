@@ -68,10 +68,7 @@ class HotSets:
     def hot_rows(self) -> dict[str, Tensor]:
         """The hot rows of each table that has any, by name, int64."""
         return {
-            table.name: table.hot_rows_H
-            for group in self._groups
-            for table in group.row_group.tables
-            if table.hot_rows_H.numel()
+            name: rows for group in self._groups for name, rows in group.row_group.hot_rows.items()
         }
 
     def saved_uses(self) -> SavedUses | None:
