@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from torchrec_picasso.batches.members import children_of, rebuild
+from torchrec_picasso.batches.members import JAGGED_TYPES, children_of, like, rebuild
 from torchrec_picasso.errors import CompatError, InputError
 
 __all__ = [
@@ -226,15 +226,10 @@ def _cut(value: Any, path: str, sizes_K: list[int]) -> list[Any]:
             rebuild(value, [parts_K[k] for parts_K in parts_MK], path, SPLIT_ADVICE)
             for k in range(len(sizes_K))
         ]
-    if isinstance(value, KeyedJaggedTensor):
-        return _cut_kjt(value, path, sizes_K)
-    if isinstance(value, JaggedTensor):
-        return _cut_jt(value, path, sizes_K)
+    if isinstance(value, JAGGED_TYPES):
+        return _cut_jagged(value, path, sizes_K)
     if isinstance(value, KeyedTensor):
-        return [
-            KeyedTensor(value.keys(), value.length_per_key(), values, key_dim=value.key_dim())
-            for values in _views(value.values(), sizes_K)
-        ]
+        return [like(value, values=part) for part in _views(value.values(), sizes_K)]
     if isinstance(value, Tensor) and value.dim():
         return _views(value, sizes_K)
     return [value] * len(sizes_K)
@@ -246,69 +241,49 @@ def _views(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [tensor.narrow(0, start, size) for start, size in zip(starts, sizes)]
 
 
-def _cut_kjt(kjt: KeyedJaggedTensor, path: str, sizes_K: list[int]) -> list[KeyedJaggedTensor]:
-    """Splits features into K micro-batches; one host sync, for all numbers of lookups."""
-    keys, values_N, weights_N = kjt.keys(), kjt.values(), kjt.weights_or_none()
-    if not keys:
-        empty = kjt.lengths()
-        return [
-            KeyedJaggedTensor(keys, values_N, weights=weights_N, lengths=empty, stride=size)
-            for size in sizes_K
-        ]
-    lengths_FB = kjt.lengths().reshape(len(keys), kjt.stride())
+def _cut_jagged(
+    value: KeyedJaggedTensor | JaggedTensor, path: str, sizes_K: list[int]
+) -> list[KeyedJaggedTensor | JaggedTensor]:
+    """Splits a jagged tensor into K micro-batches; one host sync, for all numbers of lookups.
+
+    A JaggedTensor is stored as the lookups of one feature.
+    """
+    is_keyed = isinstance(value, KeyedJaggedTensor)
+    if is_keyed and not value.keys():
+        return [like(value, stride=size) for size in sizes_K]
+    values_N, weights_N, lengths = value.values(), value.weights_or_none(), value.lengths()
     # lengths (F, B) -> K views (F, B_k) -> lookups by micro-batch and feature
+    lengths_FB = lengths.reshape(len(value.keys()) if is_keyed else 1, sum(sizes_K))
     lengths_FB_of_K = lengths_FB.split(sizes_K, dim=1)
     lookups_KF = torch.stack([lengths.sum(dim=1) for lengths in lengths_FB_of_K]).tolist()
     least = min(map(min, lookups_KF))
     if least < 0:
         raise InputError(f"{path}: lengths of a feature that sum to {least}, expected none below 0")
-    _check_lookups(path, sum(map(sum, lookups_KF)), values_N, weights_N)
-
-    segments_FK = [count for counts_K in zip(*lookups_KF) for count in counts_K]
+    num_lookups = sum(map(sum, lookups_KF))
+    for name, tensor in (("values", values_N), ("weights", weights_N)):
+        if tensor is not None and tensor.size(0) != num_lookups:
+            raise InputError(
+                f"{path}: {tensor.size(0)} {name}, but its lengths sum to {num_lookups}"
+            )
     # values are stored by feature and sample, so each feature has K consecutive segments
+    segments_FK = [count for counts_K in zip(*lookups_KF) for count in counts_K]
     values_of_K = _gather_segments(values_N, segments_FK, len(sizes_K))
     weights_of_K: Sequence[Tensor | None] = [None] * len(sizes_K)
     if weights_N is not None:
         weights_of_K = _gather_segments(weights_N, segments_FK, len(sizes_K))
-    return [
-        KeyedJaggedTensor(
-            keys=keys,
-            values=values,
-            weights=weights,
-            lengths=lengths.contiguous().view(-1),  # reshape would keep a strided column
-            stride=size,
-            length_per_key=lookups_F,
-        )
-        for values, weights, lengths, size, lookups_F in zip(
-            values_of_K, weights_of_K, lengths_FB_of_K, sizes_K, lookups_KF
-        )
-    ]
+    parts = []
+    for k, size in enumerate(sizes_K):
+        keyed = {"stride": size, "length_per_key": lookups_KF[k]} if is_keyed else {}
+        # reshape would keep a strided column
+        own = lengths_FB_of_K[k].contiguous().view(-1)
+        part = like(value, values=values_of_K[k], weights=weights_of_K[k], lengths=own, **keyed)
+        parts.append(part)
+    return parts
 
 
 def _gather_segments(values_N: Tensor, segments_FK: list[int], num_parts: int) -> list[Tensor]:
-    """Joins segments k, K + k, 2 K + k, ... to micro-batch k; a view if it is one segment."""
+    """Joins segments k, K + k, 2 K + k, ... to micro-batch k; views if there is one feature."""
+    if len(segments_FK) == num_parts:
+        return _views(values_N, segments_FK)
     views_FK = values_N.split(segments_FK)
-    parts = [views_FK[k::num_parts] for k in range(num_parts)]
-    return [views[0] if len(views) == 1 else torch.cat(views) for views in parts]
-
-
-def _cut_jt(jagged: JaggedTensor, path: str, sizes_K: list[int]) -> list[JaggedTensor]:
-    """Splits a jagged tensor, which is stored by sample, into K micro-batches of views."""
-    values_N, weights_N = jagged.values(), jagged.weights_or_none()
-    lengths_of_K = _views(jagged.lengths(), sizes_K)
-    lookups_K = torch.stack([lengths.sum() for lengths in lengths_of_K]).tolist()
-    _check_lookups(path, sum(lookups_K), values_N, weights_N)
-    weights_of_K: Sequence[Tensor | None] = [None] * len(sizes_K)
-    if weights_N is not None:
-        weights_of_K = _views(weights_N, lookups_K)
-    return [
-        JaggedTensor(values=values, weights=weights, lengths=lengths)
-        for values, weights, lengths in zip(_views(values_N, lookups_K), weights_of_K, lengths_of_K)
-    ]
-
-
-def _check_lookups(path: str, expected: int, values_N: Tensor, weights_N: Tensor | None) -> None:
-    """Refuses values or weights whose number is not ``expected``, the sum of the lengths."""
-    for name, tensor in (("values", values_N), ("weights", weights_N)):
-        if tensor is not None and tensor.size(0) != expected:
-            raise InputError(f"{path}: {tensor.size(0)} {name}, but its lengths sum to {expected}")
+    return [torch.cat(views_FK[k::num_parts]) for k in range(num_parts)]

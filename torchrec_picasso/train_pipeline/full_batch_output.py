@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from torchrec_picasso.batches.members import children_of, rebuild
+from torchrec_picasso.batches.members import children_of, like, rebuild
 from torchrec_picasso.batches.split import reason_of, split_batch
 from torchrec_picasso.errors import CompatError, InputError
 
@@ -37,15 +37,8 @@ class UnsplitOutput:
 
     def detached(self) -> FullBatchOutput:
         """Copies the output without its graph, with its own leaves. Collective."""
-        self._output = self._waited(self._output)
+        self._output = _mapped(self._output, lambda values: values, self._name)
         return FullBatchOutput(self._output, self._name)
-
-    def _waited(self, value: Any) -> Any:
-        """Waits for all awaitables in the output, in containers too; TorchRec's allow one wait."""
-        if isinstance(value, Awaitable):
-            return value.wait()
-        members = None if isinstance(value, KeyedTensor | JaggedTensor) else children_of(value)
-        return value if members is None else _rebuilt(value, self._waited, self._name)
 
 
 class FullBatchOutput:
@@ -65,7 +58,7 @@ class FullBatchOutput:
         """Tensors of the output that gradients run back to."""
         self._has_leaf: list[bool] = []
         """For every tensor of the output, whether it is one of ``_values``."""
-        self.value = self._map(output, self._off_graph)
+        self.value = _mapped(output, self._off_graph, name)
         """The output of the whole batch, without its graph."""
         self._parts_K: dict[tuple[int, ...], list[tuple[Any, list[Tensor]]]] = {}
         """By the sizes of micro-batches, the output of each, and its leaf for each value."""
@@ -126,7 +119,7 @@ class FullBatchOutput:
             return leaves_V[-1].clone()
 
         with torch.enable_grad():
-            return self._map(part, on_leaf), leaves_V
+            return _mapped(part, on_leaf, self._name), leaves_V
 
     def _off_graph(self, values: Tensor) -> Tensor:
         """Detaches one tensor, and records whether gradients run back to it."""
@@ -136,35 +129,23 @@ class FullBatchOutput:
             self._values.append(values)
         return values.detach()
 
-    def _map(self, value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-        """Applies a function to every tensor of the output, always in the same order."""
-        if isinstance(value, Awaitable):
-            value = value.wait()
-        if isinstance(value, KeyedTensor):
-            return KeyedTensor(
-                keys=value.keys(),
-                length_per_key=value.length_per_key(),
-                values=change(value.values()),
-                key_dim=value.key_dim(),
-            )
-        if isinstance(value, JaggedTensor):
-            return JaggedTensor(
-                values=change(value.values()),
-                weights=value.weights_or_none(),
-                lengths=value.lengths_or_none(),
-                offsets=value.offsets_or_none(),
-            )
-        if isinstance(value, Tensor):
-            return change(value)
-        if children_of(value) is None:
-            return value
-        return _rebuilt(value, lambda member: self._map(member, change), self._name)
 
+def _mapped(value: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
+    """Applies a function to every tensor in the output of module ``name``, in a fixed order.
 
-def _rebuilt(container: Any, change: Callable[[Any], Any], name: str) -> Any:
-    """Applies a function to every member of a container in the output of module ``name``."""
-    found = [change(member) for _, member in children_of(container) or ()]
-    return rebuild(container, found, f"output of {name}", "use TrainPipelineSparseDist")
+    Awaitables are awaited, in containers too; TorchRec's allow one wait.
+    """
+    if isinstance(value, Awaitable):
+        value = value.wait()
+    if isinstance(value, (KeyedTensor, JaggedTensor)):
+        return like(value, values=change(value.values()))
+    if isinstance(value, Tensor):
+        return change(value)
+    members = children_of(value)
+    if members is None:
+        return value
+    found = [_mapped(member, change, name) for _, member in members]
+    return rebuild(value, found, f"output of {name}", "use TrainPipelineSparseDist")
 
 
 def _joined_gradient(leaves_K: Sequence[Tensor]) -> Tensor:
