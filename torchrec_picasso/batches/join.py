@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_picasso.batches.members import JAGGED_TYPES, children_of, like, rebuild
+from torchrec_picasso.batches.members import JAGGED_TYPES, children_of, made_like, rebuild
 from torchrec_picasso.batches.split import PLAIN_TYPES
 from torchrec_picasso.errors import CompatError, InputError
 
@@ -142,7 +142,7 @@ def _join_keyed_tensors(values: list[KeyedTensor], path: str, sizes: list[int]) 
             f"{JOIN_ADVICE}"
         )
     joined = _join_tensors([value.values() for value in values], f"{path}.values()", sizes)
-    return like(first, values=joined)
+    return made_like(first, values=joined)
 
 
 def _join_jagged(values: list[Any], path: str, sizes: list[int]) -> Any:
@@ -157,7 +157,7 @@ def _join_jagged(values: list[Any], path: str, sizes: list[int]) -> Any:
             )
         keyed = {"stride": sum(sizes)}
         if not first.keys():
-            return like(first, **keyed)
+            return made_like(first, **keyed)
         lookups_KF = [value.length_per_key() for value in values]
     # lengths (F * B_k,) of each micro-batch -> (F, B_k), side by side -> (F, B) -> (F * B,)
     num_features = len(lookups_KF[0])
@@ -175,7 +175,7 @@ def _join_jagged(values: list[Any], path: str, sizes: list[int]) -> Any:
     weights_N = None
     if first.weights_or_none() is not None:
         weights_N = _interleave([value.weights() for value in values], lookups_KF)
-    return like(
+    return made_like(
         first,
         values=_interleave([value.values() for value in values], lookups_KF),
         weights=weights_N,

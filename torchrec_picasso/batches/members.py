@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from torchrec_picasso.errors import CompatError
 
-__all__ = ["JAGGED_TYPES", "arguments_of", "children_of", "copy_batch", "like", "rebuild"]
+__all__ = ["JAGGED_TYPES", "arguments_of", "children_of", "copy_batch", "made_like", "rebuild"]
 
 JAGGED_TYPES = (KeyedJaggedTensor, JaggedTensor)
 """Types that hold lookups; a JaggedTensor is stored as the lookups of one feature."""
@@ -54,7 +54,7 @@ def rebuild(container: Any, members: Sequence[Any], path: str, advice: str) -> A
 
 
 def arguments_of(value: Any) -> dict[str, Any] | None:
-    """Lists the arguments that make a keyed or jagged tensor anew; ``None`` for anything else.
+    """Lists the constructor arguments of a keyed or jagged tensor; ``None`` for anything else.
 
     Values that the tensor cached meanwhile, perhaps on another stream, are not among them.
     """
@@ -78,7 +78,7 @@ def arguments_of(value: Any) -> dict[str, Any] | None:
     return found
 
 
-def like(value: Any, **changes: Any) -> Any:
+def made_like(value: Any, **changes: Any) -> Any:
     """Makes a keyed or jagged tensor like another one, with some arguments changed."""
     kinds = (KeyedTensor, *JAGGED_TYPES)
     kind = next(kind for kind in kinds if isinstance(value, kind))
@@ -96,7 +96,7 @@ def copy_batch(value: Any) -> Any:
         return rebuild(value, copied, "batch", "let its constructor take its own fields")
     arguments = arguments_of(value)
     if arguments is not None:
-        return like(value, **copy_batch(arguments))
+        return made_like(value, **copy_batch(arguments))
     if isinstance(value, Tensor):
         return value.clone()
     try:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from torchrec_picasso.batches.members import JAGGED_TYPES, children_of, like, rebuild
+from torchrec_picasso.batches.members import JAGGED_TYPES, children_of, made_like, rebuild
 from torchrec_picasso.errors import CompatError, InputError
 
 __all__ = [
@@ -229,7 +229,7 @@ def _cut(value: Any, path: str, sizes_K: list[int]) -> list[Any]:
     if isinstance(value, JAGGED_TYPES):
         return _cut_jagged(value, path, sizes_K)
     if isinstance(value, KeyedTensor):
-        return [like(value, values=part) for part in _views(value.values(), sizes_K)]
+        return [made_like(value, values=part) for part in _views(value.values(), sizes_K)]
     if isinstance(value, Tensor) and value.dim():
         return _views(value, sizes_K)
     return [value] * len(sizes_K)
@@ -250,7 +250,7 @@ def _cut_jagged(
     """
     is_keyed = isinstance(value, KeyedJaggedTensor)
     if is_keyed and not value.keys():
-        return [like(value, stride=size) for size in sizes_K]
+        return [made_like(value, stride=size) for size in sizes_K]
     values_N, weights_N, lengths = value.values(), value.weights_or_none(), value.lengths()
     # lengths (F, B) -> K views (F, B_k) -> lookups by micro-batch and feature
     lengths_FB = lengths.reshape(len(value.keys()) if is_keyed else 1, sum(sizes_K))
@@ -273,11 +273,11 @@ def _cut_jagged(
         weights_of_K = _gather_segments(weights_N, segments_FK, len(sizes_K))
     parts = []
     for k, size in enumerate(sizes_K):
-        keyed = {"stride": size, "length_per_key": lookups_KF[k]} if is_keyed else {}
         # reshape would keep a strided column
-        own = lengths_FB_of_K[k].contiguous().view(-1)
-        part = like(value, values=values_of_K[k], weights=weights_of_K[k], lengths=own, **keyed)
-        parts.append(part)
+        own = {"weights": weights_of_K[k], "lengths": lengths_FB_of_K[k].contiguous().view(-1)}
+        if is_keyed:
+            own |= {"stride": size, "length_per_key": lookups_KF[k]}
+        parts.append(made_like(value, values=values_of_K[k], **own))
     return parts
 
 

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -34,13 +35,14 @@ from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.placement import HotColdParams, pack_key
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.sharding.in_backward import RequestDist
-from torchrec_picasso.sharding.lookup import (
+from torchrec_picasso.sharding.in_backward import (
     HotColdPooledLookup,
     HotColdSequenceLookup,
-    make_group,
+    RequestDist,
 )
 from torchrec_picasso.sharding.output_dist import HotColdOutputDist
+from torchrec_picasso.storage.hot_homes import HotHomes
+from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = ["HotColdEmbeddingSharding"]
 
@@ -106,7 +108,16 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
     ) -> HotColdPooledLookup | HotColdSequenceLookup:
         """Allocates this rank's home rows and replicas."""
         configs, device = self._grouped_embedding_configs, device or self._device
-        self._group = make_group(configs, self._tables, self._ranks, device)
+        tables, ranks = self._tables, self._ranks
+        homes_P = [
+            homes
+            for _, same_route in groupby(tables, lambda table: table.route)
+            for homes in HotHomes.for_packs(list(same_route), ranks.rank, device)
+        ]
+        storages = [
+            RowStorage(config, homes, ranks, device) for config, homes in zip(configs, homes_P)
+        ]
+        self._group = RowGroup(tables, storages, ranks, device)
         lookup = HotColdSequenceLookup if self._is_sequence else HotColdPooledLookup
         return lookup(configs, self._group)
 

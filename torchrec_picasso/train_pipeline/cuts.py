@@ -34,11 +34,10 @@ from torchrec_picasso.schedule.setting_choice import (
 from torchrec_picasso.train_pipeline.cut_check import CutCheck
 from torchrec_picasso.train_pipeline.data_parallel import why_whole_batches, wrapper_of
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
-from torchrec_picasso.train_pipeline.model_parts import inner_model
+from torchrec_picasso.train_pipeline.model_parts import inner_model, module_of
 from torchrec_picasso.train_pipeline.operations import Program
 from torchrec_picasso.train_pipeline.options import PipelineOptions
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
-from torchrec_picasso.train_pipeline.processed_module import module_of
 
 __all__ = ["CutEvidence", "Cuts", "is_due"]
 
@@ -146,8 +145,6 @@ class Cuts:
     ) -> None:
         self._asked, self._lookahead = num_micro_batches, lookahead
         self._device, self._clock = device, StepClock(device)
-        self._start: Any = None
-        self._end: Any = None
         self._has_looked = False
         # the first training step is whole, and so is one after forwards without backwards, which
         # leave DistributedDataParallel waiting
@@ -177,7 +174,7 @@ class Cuts:
         if self._asked is not None:
             if self._asked > 1 and why_whole is not None:
                 raise CompatError(why_whole)
-            self._narrow()
+            self._choose_among(self._asked)
             return
         # with a few samples, or nothing to hide, micro-batches cannot be faster
         may_pay = bool(taken.interleaved) and len(pieces_for(taken.look.num_samples)) > 1
@@ -222,11 +219,11 @@ class Cuts:
     def train_whole_next(self) -> None:
         """Makes the next training step run on a whole batch; it follows no training step."""
         self._is_next_whole = True
-        self._end = None
+        self._clock.forget_step()
 
     def start_step(self) -> None:
         """Notes the start of a step, before operations that wait for other ranks."""
-        self._start = self._clock.stamp()
+        self._clock.start_step()
 
     def decide(self, inflight: InFlightBatch, has_changed: bool) -> None:
         """Decides before a training step whether its batch is trained whole. Collective.
@@ -248,16 +245,11 @@ class Cuts:
 
         Collective at some steps.
         """
-        # A step lasts from the end of the step before: rows arrive between steps, too, above all
-        # while ranks compare the times of a turn, and the next step would seem short.
-        start = self._start if self._end is None else self._end
-        self._end = self._clock.stamp()
+        span = self._clock.end_step()
         if len(settings) == NUM_BATCHES:
             # a step with a proof or a comparison has no time
-            span = None if self._has_looked else (start, self._end)
-            self._choice.note_step(
-                settings, span, self._clock, self._evidence.taken.pg, self._device
-            )
+            counted = None if self._has_looked else span
+            self._choice.note_step(settings, counted, self._clock, self._evidence.taken.pg)
 
     def _look(self, inflight: InFlightBatch, has_changed: bool) -> bool:
         """Runs a proof or a comparison if one is due; returns whether any ran. Collective."""
@@ -304,24 +296,24 @@ class Cuts:
             self._settle_whole(reason)
         elif not self._is_open:
             self._is_open = True
-            self._choose_among(candidates(None, self._lookahead))
+            self._choose_among(None)
 
     def _settle_whole(self, why_whole: str | None) -> None:
         """Lets the autotuner choose among the settings without micro-batches."""
         self._why_whole, self._is_open = why_whole, False
         if why_whole is not None:
             _log.info("batches are trained whole: %s", why_whole)
-        self._choose_among(candidates(1, self._lookahead))
+        self._choose_among(1)
 
-    def _choose_among(self, allowed: Sequence[Setting]) -> None:
-        self._choice = SettingChoice(allowed, self._evidence.taken.planned_micro_batches)
-        self._choice.settle_on(self._known)
-        self._narrow()
-
-    def _narrow(self) -> None:
-        """Removes the settings that cannot be fastest for the model and its batches."""
+    def _choose_among(self, num_micro_batches: int | None) -> None:
+        """Lets the autotuner choose among the settings that may be fastest; ``None`` = any."""
         taken = self._evidence.taken
-        self._choice.narrow(taken.look.num_samples, bool(taken.interleaved))
+        is_interleaved = bool(taken.interleaved)
+        allowed = candidates(
+            num_micro_batches, self._lookahead, taken.look.num_samples, is_interleaved
+        )
+        if allowed != self._choice.allowed:
+            self._choice = SettingChoice(allowed, taken.planned_micro_batches, self._known)
 
     def __str__(self) -> str:
         why = f"; batches are whole: {self._why_whole}" if self._why_whole else ""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from torchrec_picasso.batches.members import children_of, like, rebuild
+from torchrec_picasso.batches.members import children_of, made_like, rebuild
 from torchrec_picasso.batches.split import reason_of, split_batch
 from torchrec_picasso.errors import CompatError, InputError
 
@@ -138,7 +138,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
     if isinstance(value, Awaitable):
         value = value.wait()
     if isinstance(value, (KeyedTensor, JaggedTensor)):
-        return like(value, values=change(value.values()))
+        return made_like(value, values=change(value.values()))
     if isinstance(value, Tensor):
         return change(value)
     members = children_of(value)

@@ -123,10 +123,9 @@ class PipelinedModel:
 
     def _take_apart(self, name: str, module: HotColdModule) -> None:
         """Splits a module: its hot/cold tables are interleaved, its stock tables are not."""
-        forward, stock_name = module.forward, f"{name} (stock tables)"
+        stock_name = f"{name} (stock tables)"
         hot_cold, stock = module.apart()
-        parts = [forward.for_part(hot_cold, name), forward.for_part(stock, stock_name)]
-        forward.put_together(parts, module.join)
+        module.forward.take_apart({name: hot_cold, stock_name: stock}, module.join)
         self.interleaved[name], self.plain[stock_name] = hot_cold, stock
         self._why_plain[stock_name] = why_computed_once(module)
 
@@ -313,7 +312,7 @@ class PipelinedModel:
                 f"{self._why_plain[name]}"
                 for name in self.plain
             ),
-            *(f"{name}: not pipelined: {reason}" for name, reason in self._unpipelined.items()),
+            *(f"{name}: not pipelined: {why}" for name, (why, _) in self._unpipelined.items()),
         ]
 
 
