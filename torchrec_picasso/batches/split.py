@@ -33,6 +33,7 @@ __all__ = [
     "reason_of",
     "rebuild",
     "split_batch",
+    "split_output",
 ]
 
 PLAIN_TYPES = (type(None), str, bytes, Number, Enum, torch.device, torch.dtype, torch.Size)
@@ -141,10 +142,23 @@ def split_batch(batch: Any, sizes_K: Sequence[int]) -> list[Any]:
     return _cut(batch, "batch", sizes_K)
 
 
+def split_output(output: Any, sizes_K: Sequence[int], source: str) -> list[Any]:
+    """Splits what a module gave for a whole batch; CompatError begins with ``source``."""
+    try:
+        return split_batch(output, sizes_K)
+    except (CompatError, InputError) as error:
+        raise CompatError(
+            f"{source} a {type(output).__name__}, which cannot be cut into micro-batches "
+            f"({reason_of(error)}); use num_micro_batches=1"
+        ) from error
+
+
 def _check_samples(batch: Any) -> int | None:
     """Counts the samples of a batch, ``None`` = it has none, and checks that all fields agree."""
     leaves = list(_leaves(batch, "batch"))
-    counts = [_checked_samples(leaf, path) for path, leaf in leaves]
+    for path, leaf in leaves:
+        _refuse_uncuttable(leaf, path)
+    counts = [_samples_of_leaf(leaf) for _, leaf in leaves]
     expected = _deciding([(leaf, count) for (_, leaf), count in zip(leaves, counts)])
     for (path, _), count in zip(leaves, counts):
         if count not in (None, expected):
@@ -170,23 +184,29 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(member, path + suffix)
 
 
-def _checked_samples(leaf: Any, path: str) -> int | None:
-    """Counts the samples of one field; ``None`` = it has none. Refuses types without a split."""
+def _refuse_uncuttable(leaf: Any, path: str) -> None:
+    """Refuses fields that cannot be split by samples."""
+    refusal = None
     if isinstance(leaf, KeyedJaggedTensor):
-        _check_kjt(leaf, path)
+        num_features = len(leaf.keys())
+        if leaf.variable_stride_per_key() or leaf.inverse_indices_or_none() is not None:
+            refusal = (
+                "KeyedJaggedTensor with a batch size per key (variable batch), whose samples "
+                "cannot be told apart"
+            )
+        elif num_features and leaf.lengths().numel() != num_features * leaf.stride():
+            raise InputError(
+                f"{path}: {leaf.lengths().numel()} lengths, expected {num_features} features x "
+                f"{leaf.stride()} samples"
+            )
     elif isinstance(leaf, KeyedTensor) and leaf.key_dim() == 0:
-        raise CompatError(
-            f"{path}: KeyedTensor with its keys along dim 0, expected samples there; {SPLIT_ADVICE}"
-        )
+        refusal = "KeyedTensor with its keys along dim 0, expected samples there"
     elif isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
-        raise CompatError(
-            f"{path}: tensor of layout {leaf.layout}, expected a dense one; {SPLIT_ADVICE}"
-        )
+        refusal = f"tensor of layout {leaf.layout}, expected a dense one"
     elif not isinstance(leaf, (*SAMPLE_TYPES, *PLAIN_TYPES)):
-        raise CompatError(
-            f"{path}: do not know how to cut {type(leaf).__name__} by samples; {SPLIT_ADVICE}"
-        )
-    return _samples_of_leaf(leaf)
+        refusal = f"do not know how to cut {type(leaf).__name__} by samples"
+    if refusal is not None:
+        raise CompatError(f"{path}: {refusal}; {SPLIT_ADVICE}")
 
 
 def _samples_of_leaf(leaf: Any) -> int | None:
@@ -200,21 +220,6 @@ def _samples_of_leaf(leaf: Any) -> int | None:
     if isinstance(leaf, Tensor):
         return leaf.size(0) if leaf.dim() else None
     return None
-
-
-def _check_kjt(kjt: KeyedJaggedTensor, path: str) -> None:
-    """Refuses features with their own batch sizes, and lengths of another number."""
-    if kjt.variable_stride_per_key() or kjt.inverse_indices_or_none() is not None:
-        raise CompatError(
-            f"{path}: KeyedJaggedTensor with a batch size per key (variable batch), whose samples "
-            f"cannot be told apart; {SPLIT_ADVICE}"
-        )
-    num_features = len(kjt.keys())
-    if num_features and kjt.lengths().numel() != num_features * kjt.stride():
-        raise InputError(
-            f"{path}: {kjt.lengths().numel()} lengths, expected {num_features} features x "
-            f"{kjt.stride()} samples"
-        )
 
 
 def _cut(value: Any, path: str, sizes_K: list[int]) -> list[Any]:

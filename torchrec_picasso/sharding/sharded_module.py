@@ -124,8 +124,10 @@ class HotColdModule(ABC):
 
     def apart(self) -> tuple[HotColdModule, HotColdModule]:
         """Splits a module with both kinds of tables into hot/cold tables and stock tables."""
+        is_hot_cold = [isinstance(s, HotColdEmbeddingSharding) for s in self.table_shardings()]
         hot_cold, stock = (
-            self.with_shardings(self._positions(hot_cold=kind)) for kind in (True, False)
+            self.with_shardings([p for p, kind in enumerate(is_hot_cold) if kind == wanted])
+            for wanted in (True, False)
         )
         # malformed features are replaced for both modules; the hot/cold one reports them
         stock._is_checked = True
@@ -146,14 +148,6 @@ class HotColdModule(ABC):
         subset._input_dists, subset._output_dists = [], []
         subset._feature_splits, subset._features_order = [], []
         return subset
-
-    def _positions(self, *, hot_cold: bool) -> list[int]:
-        """Indices of the shardings of one kind."""
-        return [
-            position
-            for position, sharding in enumerate(self.table_shardings())
-            if isinstance(sharding, HotColdEmbeddingSharding) == hot_cold
-        ]
 
     # dynamo cannot trace messages; if TorchRec is compiled as well, the graph breaks here
     @torch.compiler.disable
@@ -176,10 +170,9 @@ class HotColdModule(ABC):
 
     def register_post_lookup_tracker_fn(self, record_fn: Callable[..., None]) -> None:
         """Registers TorchRec's delta tracker; see ``delta_tracker.py``."""
-        for position in self._positions(hot_cold=True):
-            group = self.table_shardings()[position].group
-            kernels = list(self._lookups[position]._emb_modules)
-            record_fn = lookup_tracker(record_fn, group, kernels)
+        for sharding, lookup in zip(self.table_shardings(), self._lookups):
+            if isinstance(sharding, HotColdEmbeddingSharding):
+                record_fn = lookup_tracker(record_fn, sharding.group, list(lookup._emb_modules))
         super().register_post_lookup_tracker_fn(record_fn)  # type: ignore[misc]
 
     @property

@@ -13,7 +13,6 @@ import copy
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -57,6 +56,10 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
     """
 
     _grouped_embedding_configs_per_rank: list[list[GroupedEmbeddingConfig]]
+    group: RowGroup
+    """The tables; TorchRec makes the lookup, and with it this group, before input dists."""
+    request_dist: RequestDist
+    """The request for a batch's rows; shared by all copies of the module."""
 
     def __init__(
         self,
@@ -87,18 +90,6 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         self._ranks = Ranks(self._pg, qcomm_codecs_registry)
         if device is not None and device.type == "cpu":
             connect(self._pg)
-        self._group: RowGroup | None = None
-
-    @cached_property
-    def request_dist(self) -> RequestDist:
-        """The request for a batch's rows; shared by all copies of the module."""
-        return RequestDist(self.group)
-
-    @property
-    def group(self) -> RowGroup:
-        """The tables; available after TorchRec has made the lookup."""
-        assert self._group is not None, "TorchRec creates lookups before input dists"
-        return self._group
 
     def create_lookup(
         self,
@@ -117,9 +108,10 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         storages = [
             RowStorage(config, homes, ranks, device) for config, homes in zip(configs, homes_P)
         ]
-        self._group = RowGroup(tables, storages, ranks, device)
+        self.group = RowGroup(tables, storages, ranks, device)
+        self.request_dist = RequestDist(self.group)
         lookup = HotColdSequenceLookup if self._is_sequence else HotColdPooledLookup
-        return lookup(configs, self._group)
+        return lookup(configs, self.group)
 
     def create_input_dist(self, device: torch.device | None = None) -> RequestDist:
         """Returns the request for a batch's rows."""

@@ -202,6 +202,7 @@ class InFlightBatch(Fetched):
         outputs = {name: self.full_outputs[name].detached() for name in plain}
         for group_batch in self.groups:
             for number, name in enumerate(group_batch.group.modules):
+                self._weights_of(group_batch, name, number)  # once, with their graph
                 with torch.no_grad():
                     parts = self.acquire(self.filled, group_batch, name, number, trains=False)
                     whole = group_batch.group.output(name, parts).wait()

@@ -42,11 +42,6 @@ class ModuleGroup:
         self.row_group = RowGroup.merged([module.group for module in modules.values()])
         self._is_odd = is_odd
 
-    @property
-    def num_waves(self) -> int:
-        """Number of waves that its packs travel in if a schedule staggers them."""
-        return len(self.row_group.plan.waves)
-
     def check(self, features_of: Mapping[str, KeyedJaggedTensor]) -> None:
         """Refuses what no header reports to other ranks: they must agree on it before the request.
 

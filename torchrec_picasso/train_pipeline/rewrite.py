@@ -42,8 +42,8 @@ from torchrec_picasso._torchrec import (
     TrainPipelineContext,
     use_context_for_postprocs,
 )
-from torchrec_picasso.batches.split import reason_of, split_batch
-from torchrec_picasso.errors import CompatError, InputError
+from torchrec_picasso.batches.split import split_output
+from torchrec_picasso.errors import CompatError
 
 __all__ = [
     "InterleavedForward",
@@ -134,24 +134,11 @@ class Postprocs:
         """
         if self._modules and len(sizes) > 1:
             part = TrainPipelineContext(index=context.index, version=context.version)
-            part.postproc_fwd_results = {
-                name: part_of(_split_result(result, sizes, name))
-                for name, result in context.postproc_fwd_results.items()
-            }
+            for name, result in context.postproc_fwd_results.items():
+                source = f"{name} is run ahead of the model (pipeline_postproc=True) and gives"
+                part.postproc_fwd_results[name] = part_of(split_output(result, sizes, source))
             context = part
         return self.for_batch(context)
-
-
-def _split_result(result: Any, sizes_K: Sequence[int], name: str) -> Sequence[Any]:
-    """Splits the result of one postproc; errors name it."""
-    try:
-        return split_batch(result, sizes_K)
-    except (CompatError, InputError) as error:
-        raise CompatError(
-            f"{name} is run ahead of the model (pipeline_postproc=True) and gives a "
-            f"{type(result).__name__}, which cannot be cut into micro-batches "
-            f"({reason_of(error)}); use num_micro_batches=1"
-        ) from error
 
 
 _TRACER = torch.fx.Tracer.trace.__code__
