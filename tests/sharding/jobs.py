@@ -39,7 +39,7 @@ from torchrec_picasso import (
     HotColdEmbeddingCollectionSharder,
     HotColdParams,
 )
-from torchrec_picasso.sharding.lookup import HotColdPooledLookup, HotColdSequenceLookup
+from torchrec_picasso.sharding.in_backward import HotColdPooledLookup, HotColdSequenceLookup
 from torchrec_picasso.storage import row_storage
 from torchrec_picasso.storage.row_storage import RowStorage
 from torchrec_picasso.storage.row_tables import MemoryLayout, choose_memory

@@ -27,7 +27,7 @@ from tests.train_pipeline.runs import batches_of, pipeline_of
 from torchrec_picasso import HotRowRefresher, Refresh
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.rows.hot_rows import SavedUses
-from torchrec_picasso.sharding.lookup import HotColdPooledLookup, HotColdSequenceLookup
+from torchrec_picasso.sharding.in_backward import HotColdPooledLookup, HotColdSequenceLookup
 
 OFTEN = Refresh(every_steps=2, half_life_steps=2, deviations=0.0, most_moved=1.0, check_steps=None)
 JOBS = {

@@ -152,7 +152,7 @@ class Operations:
         for each in inflight.groups:
             # The model calls the module later; the call waits for the rows of its micro-batch.
             for number, (name, module) in enumerate(each.group.modules.items()):
-                parts = inflight.acquire(run, each, name, number)
+                parts = inflight.acquire(run.parts, each, name, number)
                 module.forward.take(partial(each.group.output, name, parts))
         inflight.compute_full_outputs(self.taken.plain)
         sizes = [each.num_samples for each in runs]
