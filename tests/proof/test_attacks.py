@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -69,6 +69,16 @@ def _tick_object() -> None:
     _TICKS.num_calls += 1
 
 
+class _HasSeen(Protocol):
+    seen: list[int]
+
+
+class _Notes(_HasSeen):
+    """A class whose own class is one of the typing module's."""
+
+    seen: list[int] = []  # noqa: RUF012
+
+
 class _Pair(_Ticks, tuple):  # type: ignore[type-arg]
     """A tuple that counts."""
 
@@ -111,7 +121,7 @@ class _Hidden(Head):
         super().__init__()
         self.state, self.equal, self.distance = _State(), _AlwaysEqual(n=0), _Distance()
         self.pair, self.number, self.freed = _Pair((1,)), _Number(1), [0]
-        self.names, self.ordered = _Names("ab"), OrderedDict(n=0)
+        self.names, self.ordered, self.notes = _Names("ab"), OrderedDict(n=0), _Notes()
         self.mode, self.noted, self.call = _Mode.FAST, _noted, partial(_tick)
         vars(self.call)["seen"] = []
         assert isinstance(self.pair, _Pair)
@@ -120,7 +130,7 @@ class _Hidden(Head):
     def count(self) -> int:
         freed: Any = sum(self.freed)
         values = (self.state.step, self.equal["n"], self.pair.num_calls, self.number.num_calls)
-        later = [*self.names.seen, *self.ordered.values(), _TICKS.num_calls]
+        later = [*self.names.seen, *self.notes.seen, *self.ordered.values(), _TICKS.num_calls]
         later += [*self.mode.value, *self.mode.later, *vars(_noted)["seen"], *self.call.seen]
         return sum(values) + freed + NUM_CALLS + COUNTS["calls"] + sum(later)
 
@@ -179,6 +189,7 @@ _WRITES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an attribute of a set": (lambda head: head.names.seen.append(1), "head.names"),
     "the value of an enumeration": (lambda head: head.mode.value.append(1), "head.mode"),
     "an attribute of an enumeration": (lambda head: head.mode.later.append(1), "head.mode"),
+    "a class with a protocol": (lambda head: head.notes.seen.append(1), "the class _Notes.seen"),
     "an attribute of a function": (lambda head: head.noted.seen.append(1), "_noted.seen"),
     "an attribute of a partial": (lambda head: head.call.seen.append(1), "head.call.seen"),
     "an ordered dictionary": (lambda head: head.ordered.update(m=1), "head.ordered"),

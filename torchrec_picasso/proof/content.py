@@ -30,6 +30,7 @@ from torchrec_picasso.batches.split import PLAIN_TYPES
 from torchrec_picasso.proof.watch import is_users_module
 
 __all__ = [
+    "ATOMS",
     "CONTAINERS",
     "NOTHING",
     "Kept",
@@ -37,7 +38,6 @@ __all__ = [
     "has_attributes",
     "held_by",
     "is_class_statement",
-    "is_leaf",
     "is_plain_object",
     "random_states",
     "restored_randomness",
@@ -66,7 +66,9 @@ _PARTS: tuple[tuple[type, tuple[str, ...]], ...] = (
 """Types that hold functions, and where."""
 _HEAP_TYPE = 1 << 9
 
-_EQUAL = (type(None), str, bytes, int, float, bool, complex, MethodType, torch.Size, torch.device)
+ATOMS = (type(None), str, bytes, int, float, bool, complex)
+"""Types of values that hold nothing."""
+_EQUAL = (*ATOMS, MethodType, torch.Size, torch.device)
 """Types whose equal values are the same to every program."""
 
 
@@ -152,9 +154,10 @@ def held_by(value: Any) -> list[Any] | None:
             return [getattr(value, name) for name in names]
     if isinstance(value, weakref.ref):
         return [value()]
-    # a descriptor of Python itself has no state either
+    # a descriptor of Python itself has no state either, nor has an annotation
     is_descriptor = hasattr(type(value), "__get__") and not is_class_statement(type(value))
-    return [] if is_descriptor or isinstance(value, _LEAVES) else None
+    is_empty = is_descriptor or type(value) is object or type(value).__module__ == "typing"
+    return [] if is_empty or isinstance(value, _LEAVES) else None
 
 
 def closure_of(function: FunctionType) -> list[tuple[str, Any, Any]]:
@@ -180,14 +183,6 @@ def has_attributes(value: Any) -> bool:
     if isinstance(value, Enum) or not (is_plain and is_class_statement(kind)):
         return False
     return hasattr(value, "__dict__") and is_users_module(kind.__module__)
-
-
-def is_leaf(value: Any) -> bool:
-    """Whether a value has nothing that could change, or that the proof does not watch elsewhere."""
-    if isinstance(value, Enum):
-        return all(isinstance(held, _LEAVES) for held in held_by(value) or ())
-    is_plain = isinstance(value, _LEAVES) or type(value).__module__ == "typing"
-    return type(value) is object or (is_plain and not has_attributes(value))
 
 
 class _Plain:

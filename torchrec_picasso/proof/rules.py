@@ -118,9 +118,9 @@ def _divided(call: Call, divided: Operand) -> Value:
 @rule("fill zero", partial=True, places=True)
 def filled(call: Call) -> Value:
     """Fills a tensor in place; its old entries do not matter, only its rows."""
-    before, value = call.operand("self").value, call.find("value")
-    if value is not None and not value.is_same:
-        raise UnprovedError(f"fills a tensor with {value.value.kind.value}")
+    before = call.operand("self").value
+    if any(operand.name == "value" for operand in call.varying):
+        raise UnprovedError("fills a tensor with a value that depends on the batch")
     if before.kind is Kind.ROWS:
         return plain(before)
     if before.is_partial:
@@ -263,14 +263,10 @@ def product(call: Call) -> Value | None:
 def attention(call: Call) -> list[Value]:
     """Computes attention within each sample: batch in dim 0 of queries, keys, values and mask."""
     inputs = [call.operand(name) for name in ("query", "key", "value")]
-    mask = call.find("attn_mask") or call.find("attn_bias")
+    masks = [operand for operand in call.operands if operand.name in ("attn_mask", "attn_bias")]
     if any(operand.is_same or operand.value.dim for operand in inputs):
         raise UnprovedError("attends over the batch, or has queries or keys that samples share")
-    found = call.same_rows(inputs)
-    if mask is not None and mask.tensor.dim() == 4:
-        found = call.aligned([inputs[0], mask])
-    elif mask is not None and not mask.is_same:
-        raise UnprovedError("masks other samples")
+    found = call.aligned([*inputs, *masks])
     # outputs without the batch are for the backward: a model does not read them
     hidden = Value(Kind.HIDDEN)
     return [found if call.sizes.batch_dims(out) else hidden for out in call.outputs]
