@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_picasso.proof.call import Call, Operand, Rule, rule
+from torchrec_picasso.proof.call import Call, Operand, rule
 from torchrec_picasso.proof.values import (
     SAME,
     SAMPLES,
@@ -22,7 +22,7 @@ from torchrec_picasso.proof.values import (
     plain,
 )
 
-__all__ = ["POINTWISE"]
+__all__: list[str] = []
 
 _COPIES = ("_to_copy", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "positive")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -33,14 +33,14 @@ _SUMS = ("add", "sub", "rsub", "copy", "neg", *_COPIES)
 
 
 @rule(
-    "_to_copy clone detach alias lift_fresh lift_fresh_copy copy prelu _prelu_kernel "
-    "floor_divide xlogy logical_and logical_or logical_not logical_xor masked_fill where",
+    "pointwise _to_copy detach alias lift_fresh lift_fresh_copy copy prelu _prelu_kernel "
+    "floor_divide masked_fill where",
     numbers=True,
     partial=True,
     places=True,
 )
 def pointwise(call: Call) -> Value:
-    """Applies to any elementwise operator."""
+    """Applies to operators that PyTorch tags as pointwise, and to others that are elementwise."""
     varying = call.varying
     is_partial = any(operand.value.is_partial for operand in varying)
     if call.name == "div" and len(varying) == 1 and is_partial and varying[0].name == "self":
@@ -59,9 +59,6 @@ def pointwise(call: Call) -> Value:
         if len(call.operands) != 2 or len(varying) != 2 or len(counted) != 1 or not is_known:
             raise UnprovedError("computes with places in the batch")
     return found
-
-
-POINTWISE = Rule(pointwise, numbers=True, partial=True, places=True)
 
 
 def _copied(call: Call, operand: Operand) -> Value:
