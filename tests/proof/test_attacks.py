@@ -1,5 +1,6 @@
 """State and changes that are hard to see; each attack has a twin that is proved."""
 
+import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -92,6 +93,14 @@ class _Names(frozenset):  # type: ignore[type-arg]
         self.seen: list[int] = []
 
 
+class _Reference(weakref.ref):  # type: ignore[type-arg]
+    """A reference with attributes."""
+
+
+class _Log(logging.Logger):
+    """A logger with attributes."""
+
+
 class _Mode(Enum):
     """A choice whose value and attribute can be changed."""
 
@@ -122,6 +131,8 @@ class _Hidden(Head):
         self.state, self.equal, self.distance = _State(), _AlwaysEqual(n=0), _Distance()
         self.pair, self.number, self.freed = _Pair((1,)), _Number(1), [0]
         self.names, self.ordered, self.notes = _Names("ab"), OrderedDict(n=0), _Notes()
+        self.reference, self.log = _Reference(_TICKS), _Log("log")
+        vars(self.reference)["seen"], vars(self.log)["seen"] = [], []
         self.mode, self.noted, self.call = _Mode.FAST, _noted, partial(_tick)
         vars(self.call)["seen"] = []
         assert isinstance(self.pair, _Pair)
@@ -130,7 +141,8 @@ class _Hidden(Head):
     def count(self) -> int:
         freed: Any = sum(self.freed)
         values = (self.state.step, self.equal["n"], self.pair.num_calls, self.number.num_calls)
-        later = [*self.names.seen, *self.notes.seen, *self.ordered.values(), _TICKS.num_calls]
+        later = [*vars(self.reference)["seen"], *vars(self.log)["seen"]]
+        later += [*self.names.seen, *self.notes.seen, *self.ordered.values(), _TICKS.num_calls]
         later += [*self.mode.value, *self.mode.later, *vars(_noted)["seen"], *self.call.seen]
         return sum(values) + freed + NUM_CALLS + COUNTS["calls"] + sum(later)
 
@@ -191,6 +203,11 @@ _WRITES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an attribute of an enumeration": (lambda head: head.mode.later.append(1), "head.mode"),
     "a class with a protocol": (lambda head: head.notes.seen.append(1), "the class _Notes.seen"),
     "an attribute of a function": (lambda head: head.noted.seen.append(1), "_noted.seen"),
+    "an attribute of a reference": (
+        lambda head: head.reference.seen.append(1),
+        "head.reference.seen",
+    ),
+    "an attribute of a logger": (lambda head: head.log.seen.append(1), "head.log.seen"),
     "an attribute of a partial": (lambda head: head.call.seen.append(1), "head.call.seen"),
     "an ordered dictionary": (lambda head: head.ordered.update(m=1), "head.ordered"),
 }

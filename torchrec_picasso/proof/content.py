@@ -12,7 +12,6 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from numbers import Number
 from operator import is_, ne
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -27,7 +26,6 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchrec_picasso.batches.split import PLAIN_TYPES
-from torchrec_picasso.proof.watch import is_users_module
 
 __all__ = [
     "ATOMS",
@@ -35,7 +33,6 @@ __all__ = [
     "NOTHING",
     "Kept",
     "closure_of",
-    "has_attributes",
     "held_by",
     "is_class_statement",
     "is_plain_object",
@@ -176,15 +173,6 @@ def is_class_statement(kind: type) -> bool:
     return bool(kind.__flags__ & _HEAP_TYPE)
 
 
-def has_attributes(value: Any) -> bool:
-    """Whether a number, a text or a tuple, say, is of the user's own class, with attributes."""
-    kind = type(value)
-    is_plain = isinstance(value, (Number, str, bytes, tuple, frozenset))
-    if isinstance(value, Enum) or not (is_plain and is_class_statement(kind)):
-        return False
-    return hasattr(value, "__dict__") and is_users_module(kind.__module__)
-
-
 class _Plain:
     """An object without state outside its attributes."""
 
@@ -224,23 +212,19 @@ def why_disturbed() -> str | None:
     # a mode that comes later, such as one that counts, needs no other proof
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     others = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
-    return _why_kept() or (f"the mode {others[0]} is active" if others else None)
-
-
-def _why_kept() -> str | None:
-    """Names what would keep tensors of a forward."""
     if parametrize._cache_enabled:
         return "torch.nn.utils.parametrize.cached() keeps weights from one forward to the next"
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "hooks on tensors that are saved for backward are set"
-    return None
+    return f"the mode {others[0]} is active" if others else None
 
 
 def settings() -> Hashable:
     """Settings of PyTorch by which a model may branch."""
     cudnn = torch.backends.cudnn
     return (
-        _why_kept(),
+        bool(parametrize._cache_enabled),
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
         torch.get_default_device(),
         torch.get_default_dtype(),
         torch.is_grad_enabled(),

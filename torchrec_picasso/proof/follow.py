@@ -169,7 +169,6 @@ class Follower(TorchDispatchMode):
         return written
 
     def _name(self, tensor: Tensor) -> str:
-        """Describes a tensor with data."""
         return f"{self._names.get(id(tensor), 'a tensor from outside')}, once per micro-batch"
 
     def _note_views(self, call: Call, func: Any) -> None:

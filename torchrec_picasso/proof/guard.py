@@ -25,7 +25,6 @@ from torchrec_picasso.proof.content import (
     NOTHING,
     Kept,
     closure_of,
-    has_attributes,
     held_by,
     is_class_statement,
     is_plain_object,
@@ -86,7 +85,6 @@ class Guard:
         self._walk([("", model), *((f"the class {t.__name__}", t) for t in types_in(batch))])
 
     def _refuse(self, reason: str | None) -> None:
-        """Records a reason, if there is one; only the first one is kept."""
         self.reason = self.reason or reason
 
     def _walk(self, members: Iterable[_Member]) -> None:
@@ -131,7 +129,9 @@ class Guard:
         held = held_by(value)
         if held is not None:
             members: list[_Member] = [(path, part) for part in held]
-            if has_attributes(value):
+            # a number, a text or a tuple, say, of the user's own class
+            is_own = is_users_module(type(value).__module__) and not isinstance(value, Enum)
+            if is_own and hasattr(value, "__dict__"):
                 members += [*self._keep(path, vars(value)), (path, type(value))]
             return members
         if isinstance(value, Tensor):

@@ -87,7 +87,6 @@ def _is_import(frame: FrameType) -> bool:
 
 
 def _line_of(frame: FrameType) -> str:
-    """File and line of a frame."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
