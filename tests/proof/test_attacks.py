@@ -108,6 +108,7 @@ class _Mode(Enum):
 
     def __init__(self, steps: list[int]) -> None:
         self.later: list[int] = []
+        self._hidden: list[int] = []
 
 
 def _noted() -> None:
@@ -143,7 +144,13 @@ class _Hidden(Head):
         values = (self.state.step, self.equal["n"], self.pair.num_calls, self.number.num_calls)
         later = [*vars(self.reference)["seen"], *vars(self.log)["seen"]]
         later += [*self.names.seen, *self.notes.seen, *self.ordered.values(), _TICKS.num_calls]
-        later += [*self.mode.value, *self.mode.later, *vars(_noted)["seen"], *self.call.seen]
+        later += [
+            *self.mode.value,
+            *self.mode.later,
+            *self.mode._hidden,
+            *vars(_noted)["seen"],
+            *self.call.seen,
+        ]
         return sum(values) + freed + NUM_CALLS + COUNTS["calls"] + sum(later)
 
 
@@ -202,6 +209,10 @@ _WRITES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "the value of an enumeration": (lambda head: head.mode.value.append(1), "head.mode"),
     "an attribute of an enumeration": (lambda head: head.mode.later.append(1), "head.mode"),
     "a class with a protocol": (lambda head: head.notes.seen.append(1), "the class _Notes.seen"),
+    "a hidden attribute of an enumeration": (
+        lambda head: head.mode._hidden.append(1),
+        "head.mode",
+    ),
     "an attribute of a function": (lambda head: head.noted.seen.append(1), "_noted.seen"),
     "an attribute of a reference": (
         lambda head: head.reference.seen.append(1),
@@ -221,6 +232,11 @@ _STATES = {
         "after the forward",
     ),
     "globals by getattr": (_by_globals, "attributes past its own"),
+    "a dictionary of every module": (
+        doing(lambda head: head._state_dict_hooks.update(n=1)),
+        "takes _state_dict_hooks",
+    ),
+    "annotations": (doing(lambda head: head.__annotations__.update(n=1)), "takes __annotations__"),
     "a refusal that is caught": (_catches, "a plain number"),
     "a write that is caught": (_catches_write, "writes .num_calls of another object"),
     "a refusal with a finally": (_at_last, "a plain number"),

@@ -142,8 +142,7 @@ def held_by(value: Any) -> list[Any] | None:
         is_function = owner is None or isinstance(owner, ModuleType | type)
         return [] if is_function or type(owner).__name__ == "PyCapsule" else [owner]
     if isinstance(value, Enum):
-        own = vars(value).items()
-        return [held for name, held in own if name == "_value_" or not name.startswith("_")]
+        return [held for name, held in vars(value).items() if name != "__objclass__"]
     if isinstance(value, tuple | frozenset):
         return list(value)
     for kind, names in _PARTS:
