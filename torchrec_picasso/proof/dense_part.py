@@ -80,9 +80,9 @@ def copy_model(model: nn.Module, shared: Iterable[nn.Module] = ()) -> nn.Module:
 def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restores at its end what the model's forward changes in its dense part.
 
-    This covers buffers, tensors in attributes, the attributes themselves, the lists, dicts and sets
-    in them, and the random states of Python, NumPy, the CPU and the device. The state of any other
-    object is not restored.
+    This covers buffers, tensors in attributes, the attributes themselves, the lists, dicts, sets
+    and deques in them, and the random states of Python, NumPy, the CPU and the device. The state of
+    any other object is not restored.
     """
     modules = [module for _, module in dense_modules(model)]
     # the containers that every module has, beside its buffers, are those of its structure
