@@ -106,7 +106,7 @@ def counted(
     """What an accumulator makes of the chunks."""
     counter = lookup_counter(table_of(num_embeddings), **budget)
     for chunk in chunks:
-        counter.add(torch.tensor(np.asarray(chunk, dtype=np.int64)))
+        counter.add(np.asarray(chunk, dtype=np.int64))
     return counter.result()
 
 
