@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.frequency.samples import HUGE, as_dict, chunks_of, counted, table_of, true_counts
 from torchrec_picasso.frequency import counts as counters
-from torchrec_picasso.frequency.counts import lookup_counter
+from torchrec_picasso.frequency.counts import LookupCounter
 
 # 60 ids: dense below 4 * 15 rows counted, sorted otherwise
 NUM_IDS = 60
@@ -74,7 +74,7 @@ def test_ids_beyond_32_bits_are_counted(num_embeddings: int | None) -> None:
 def test_ids_may_be_a_view_that_changes_later() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(counters, "_MIN_PENDING_LOOKUPS", 100)
-        counter = lookup_counter(table_of(HUGE))
+        counter = LookupCounter(table_of(HUGE))
         batch = np.array([5, 6, 7])
         counter.add(batch[1:])
         batch[:] = 0

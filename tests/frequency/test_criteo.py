@@ -19,7 +19,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec_picasso.app.zoo.data.criteo import hash_ids
 from torchrec_picasso.app.zoo.data.criteo_files import read_criteo
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, select_hot_rows
-from torchrec_picasso.frequency.counts import lookup_counter
+from torchrec_picasso.frequency.counts import LookupCounter
 
 FEATURES = [f"c{i + 1}" for i in range(26)]
 # Criteo Terabyte as published, large tables cut to 40 million rows (MLPerf DLRM v1)
@@ -80,7 +80,7 @@ def test_cold_rows_of_the_other_half_are_foretold(num_hot: int, criteo_path: Pat
     counts = {}
     for column, (name, rows) in enumerate(TABLES.items()):
         table = ModelTable(name=name, num_embeddings=rows, feature_names=(name,))
-        counter = lookup_counter(table)
+        counter = LookupCounter(table)
         counter.add(seen_NF[:, column])
         counts[name] = counter.result()
     hot = select_hot_rows(TABLES, num_hot, FrequencyStats(tables=counts))

@@ -11,7 +11,7 @@ from torchrec_picasso.app.zoo.data.criteo_files import read_criteo
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.table_work import TableLoad
 from torchrec_picasso.frequency import FrequencyStats, ModelTable
-from torchrec_picasso.frequency.counts import lookup_counter
+from torchrec_picasso.frequency.counts import LookupCounter
 from torchrec_picasso.planner.choice import TableInfo
 from torchrec_picasso.planner.decision import Decision, decide
 
@@ -30,7 +30,7 @@ def halves(criteo_path: Path) -> tuple[np.ndarray, np.ndarray]:
 def stats(halves: tuple[np.ndarray, np.ndarray]) -> FrequencyStats:
     tables = {}
     for column, (name, rows) in enumerate(zip(FEATURES, SIZES.tolist())):
-        counter = lookup_counter(ModelTable(name=name, num_embeddings=rows, feature_names=(name,)))
+        counter = LookupCounter(ModelTable(name=name, num_embeddings=rows, feature_names=(name,)))
         counter.add(halves[0][:, column])
         tables[name] = counter.result()
     return FrequencyStats(tables=tables, num_samples=len(halves[0]))

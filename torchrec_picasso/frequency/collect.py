@@ -26,8 +26,8 @@ from torchrec_picasso.errors import InputError, PlanError
 from torchrec_picasso.frequency.counts import ModelTable
 
 __all__ = [
-    *("CHUNK_ROWS", "batch_features", "batch_ids", "column_ids", "model_tables", "num_samples_of"),
-    *("read_chunks", "table_configs"),
+    *("CHUNK_ROWS", "batch_features", "batch_ids", "column_ids", "model_tables", "read_chunks"),
+    "table_configs",
 ]
 
 CHUNK_ROWS = 1 << 18
@@ -127,14 +127,6 @@ def read_chunks(
                     yield path, chunk
             except (pa.ArrowException, OSError) as error:
                 raise InputError(f"{path}: damaged Parquet file ({_first_line(error)})") from error
-
-
-def num_samples_of(path: str | PathLike[str]) -> int:
-    """Reads the number of samples in a Parquet file from its footer; ``InputError`` if the file
-    cannot be read."""
-    with _open(Path(path)) as file:
-        num_rows: int = file.metadata.num_rows
-    return num_rows
 
 
 def _open(path: Path) -> pq.ParquetFile:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 
-__all__ = ["MAX_ROWS_COUNTED", "LookupCounter", "ModelTable", "TableCounts", "lookup_counter"]
+__all__ = ["MAX_ROWS_COUNTED", "LookupCounter", "ModelTable", "TableCounts"]
 
 MAX_ROWS_COUNTED = 1 << 20
 """Default number of rows of a large table with a count of their own: 16 MiB."""
@@ -142,52 +142,34 @@ class TableCounts:
         return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
-def lookup_counter(table: ModelTable, max_rows_counted: int = MAX_ROWS_COUNTED) -> LookupCounter:
-    """Creates the counter of a table with at most ``max_rows_counted`` sorted rows, or a dense
-    vector of 4 times as many: 32 bytes for each, twice that while buffered ids are counted."""
-    num_embeddings = table.num_embeddings
-    if num_embeddings is None or num_embeddings > _DENSE_ROWS_PER_SORTED * max_rows_counted:
-        return _SortedCounter(table, max_rows_counted)
-    return _DenseCounter(table, num_embeddings)
+class LookupCounter:
+    """Counts the lookups of a table.
 
+    Args:
+        table: The table; one with at most ``4 * max_rows`` rows has a dense vector.
+        max_rows: Maximum number of sorted rows otherwise: 32 bytes for each, twice that while
+            buffered ids are counted.
+    """
 
-class _DenseCounter:
-    """Counts with one int64 per row of the table."""
-
-    def __init__(self, table: ModelTable, num_embeddings: int) -> None:
-        self._table = table
-        self._counts_R = torch.zeros(num_embeddings, dtype=torch.int64)
-
-    def add(self, ids_N: _Vector) -> None:
-        """Counts one lookup for each id: row ids in any order, with repeats."""
-        # expand: a source of N ones without N elements of memory
-        ones_N = torch.ones((), dtype=torch.int64).expand(ids_N.size)
-        self._counts_R.index_add_(0, torch.from_numpy(ids_N), ones_N)
-
-    def result(self) -> TableCounts:
-        """Returns the counts; the counter must not be used afterwards."""
-        rows_U = self._counts_R.nonzero().flatten()
-        return TableCounts(
-            num_embeddings=self._counts_R.numel(),
-            feature_names=self._table.feature_names,
-            rows_U=rows_U,
-            counts_U=self._counts_R[rows_U],
-        )
-
-
-class _SortedCounter:
-    """Counts of seen rows; if more than ``max_rows`` are seen, of the most frequent rows."""
-
-    def __init__(self, table: ModelTable, max_rows: int) -> None:
+    def __init__(self, table: ModelTable, max_rows: int = MAX_ROWS_COUNTED) -> None:
         self._table, self._max_rows = table, max_rows
+        self._size = table.num_embeddings or 0  # grows with the ids if unknown
+        self._counts_R: Tensor | None = None
+        if table.num_embeddings is not None and self._size <= _DENSE_ROWS_PER_SORTED * max_rows:
+            self._counts_R = torch.zeros(self._size, dtype=torch.int64)
         self._rows_U: _Vector = np.empty(0, dtype=np.int64)
         self._counts_U: _Vector = np.empty(0, dtype=np.int64)
         self._num_lookups = self._max_undercount = self._num_pending = 0
-        self._size = table.num_embeddings or 0  # grows with the ids if unknown
         self._pending: list[_Vector] = []
 
     def add(self, ids_N: _Vector) -> None:
         """Counts one lookup for each id: row ids in any order, with repeats."""
+        self._num_lookups += ids_N.size
+        if self._counts_R is not None:
+            # expand: a source of N ones without N elements of memory
+            ones_N = torch.ones((), dtype=torch.int64).expand(ids_N.size)
+            self._counts_R.index_add_(0, torch.from_numpy(ids_N), ones_N)
+            return
         self._pending.append(ids_N.copy())  # a view would keep the whole batch in memory
         self._num_pending += ids_N.size
         if self._num_pending >= max(_MIN_PENDING_LOOKUPS, self._rows_U.size):
@@ -195,14 +177,19 @@ class _SortedCounter:
 
     def result(self) -> TableCounts:
         """Returns the counts; the counter must not be used afterwards."""
-        self._count_pending()
+        if self._counts_R is not None:
+            rows_U = self._counts_R.nonzero().flatten()
+            counts_U = self._counts_R[rows_U]
+        else:
+            self._count_pending()
+            rows_U, counts_U = torch.from_numpy(self._rows_U), torch.from_numpy(self._counts_U)
         return TableCounts(
             num_embeddings=self._size,
             feature_names=self._table.feature_names,
-            rows_U=torch.from_numpy(self._rows_U),
-            counts_U=torch.from_numpy(self._counts_U),
+            rows_U=rows_U,
+            counts_U=counts_U,
             max_undercount=self._max_undercount,
-            num_uncounted=self._num_lookups - int(self._counts_U.sum()),
+            num_uncounted=self._num_lookups - int(counts_U.sum()),
         )
 
     def _count_pending(self) -> None:
@@ -210,16 +197,12 @@ class _SortedCounter:
         if not self._num_pending:
             return
         rows, counts = np.unique(np.concatenate(self._pending), return_counts=True)
-        self._num_lookups += self._num_pending
         self._pending, self._num_pending = [], 0
         self._size = max(self._size, int(rows[-1]) + 1)
         rows, counts = _add_counts(self._rows_U, self._counts_U, rows, counts)
         # every pass may lower all counts; the bound on missing lookups is the sum of the passes
         self._rows_U, self._counts_U, subtracted = _keep_heaviest(rows, counts, self._max_rows)
         self._max_undercount += subtracted
-
-
-LookupCounter = _DenseCounter | _SortedCounter
 
 
 def _add_counts(

@@ -28,9 +28,9 @@ from torchrec_picasso.frequency.collect import (
 )
 from torchrec_picasso.frequency.counts import (
     MAX_ROWS_COUNTED,
+    LookupCounter,
     ModelTable,
     TableCounts,
-    lookup_counter,
 )
 from torchrec_picasso.frequency.parquet import read_tables, write_tables
 
@@ -78,7 +78,7 @@ class FrequencyStats:
             batches: KeyedJaggedTensors, or objects with a KeyedJaggedTensor ``sparse_features``.
             model: The unsharded model; may be on the meta device.
             num_batches: Maximum number of batches to read, at least 1; ``None`` = all.
-            max_rows_counted: Maximum number of sorted rows, see :func:`.lookup_counter`.
+            max_rows_counted: Maximum number of sorted rows, see :class:`.LookupCounter`.
 
         Raises:
             InputError: If a batch lacks a feature or contains an id outside its table.
@@ -89,7 +89,7 @@ class FrequencyStats:
             _check_count("num_batches", num_batches, at_least=1)
         _check_count("max_rows_counted", max_rows_counted, at_least=1)
         tables = model_tables(model)
-        counters = [lookup_counter(table, max_rows_counted) for table in tables]
+        counters = [LookupCounter(table, max_rows_counted) for table in tables]
         # lookups and distinct rows of each of the first batches, by table
         sizes: list[list[tuple[int, int]]] = [[] for _ in tables]
         batches_read = samples_read = 0
@@ -131,7 +131,7 @@ class FrequencyStats:
                 ``num_embeddings=None`` is replaced by the largest id plus 1.
             hash_ids: Whether ids are taken modulo the number of rows of the table.
             missing_id: Id that replaces a null; ``None`` = a null is no lookup.
-            max_rows_counted: Maximum number of sorted rows, see :func:`.lookup_counter`.
+            max_rows_counted: Maximum number of sorted rows, see :class:`.LookupCounter`.
             progress: Called with the number of samples of each counted chunk.
 
         Raises:
@@ -140,7 +140,7 @@ class FrequencyStats:
             PicassoError: If ``max_rows_counted`` is not a positive integer.
         """
         _check_count("max_rows_counted", max_rows_counted, at_least=1)
-        counters = {table.name: lookup_counter(table, max_rows_counted) for table in tables}
+        counters = {table.name: LookupCounter(table, max_rows_counted) for table in tables}
         num_samples = 0
         for path, chunk in read_chunks(paths, tables):
             for table in tables:
@@ -169,8 +169,16 @@ class FrequencyStats:
             PlanError: If a table has different rows or features in both.
         """
         merged = dict(self.tables)
-        for name, counts in other.tables.items():
-            merged[name] = _merge(name, merged[name], counts) if name in merged else counts
+        for name, second in other.tables.items():
+            first = merged.get(name, second)
+            for what in ("num_embeddings", "feature_names"):
+                expected, found = getattr(first, what), getattr(second, what)
+                if expected != found:
+                    raise PlanError(
+                        f"cannot merge statistics of different models: table {name!r} has {what} "
+                        f"{expected} and {found}; merge statistics of the same model only"
+                    )
+            merged[name] = first.merge(second) if name in merged else second
         return FrequencyStats(
             tables=merged,
             num_batches=self.num_batches + other.num_batches,
@@ -307,19 +315,6 @@ class FrequencyStats:
                 "or collect statistics for this model"
             )
         return self.tables[name]
-
-
-def _merge(name: str, first: TableCounts, second: TableCounts) -> TableCounts:
-    for what, expected, found in (
-        ("rows", first.num_embeddings, second.num_embeddings),
-        ("features", first.feature_names, second.feature_names),
-    ):
-        if expected != found:
-            raise PlanError(
-                f"cannot merge statistics of different models: table {name!r} has {what} "
-                f"{expected} and {found}; merge statistics of the same model only"
-            )
-    return first.merge(second)
 
 
 def _check_count(name: str, value: object, *, at_least: int) -> None:

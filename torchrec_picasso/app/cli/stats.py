@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from torch import nn
 from torchrec.datasets.utils import Batch
 
@@ -28,7 +30,7 @@ from torchrec_picasso.app.zoo.registry import build_model, make_source
 from torchrec_picasso.app.zoo.tables import table_specs
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, select_hot_rows
-from torchrec_picasso.frequency.collect import model_tables, num_samples_of
+from torchrec_picasso.frequency.collect import model_tables
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -123,7 +125,7 @@ def _count_parquet(
         raise ConfigError(
             f"--hash: expected --rows for every feature, none for {', '.join(unknown)}"
         )
-    progress = Progress("count", sum(map(num_samples_of, files)))
+    progress = Progress("count", sum(map(_num_samples, files)))
     stats = FrequencyStats.from_files(
         files,
         tables,
@@ -134,6 +136,15 @@ def _count_parquet(
     )
     progress.close()
     return stats
+
+
+def _num_samples(file: str) -> int:
+    """Reads the number of samples; 0 if the file is unreadable, which the counting refuses."""
+    try:
+        num_samples: int = pq.read_metadata(file).num_rows
+    except (pa.ArrowException, OSError):
+        return 0
+    return num_samples
 
 
 def _count_batches(
