@@ -22,7 +22,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.errors import InputError, PlanError
+from torchrec_picasso.errors import InputError, PlanError, first_line
 from torchrec_picasso.frequency.counts import ModelTable
 
 __all__ = [
@@ -126,7 +126,7 @@ def read_chunks(
                 for chunk in file.iter_batches(CHUNK_ROWS, columns=columns, use_threads=False):
                     yield path, chunk
             except (pa.ArrowException, OSError) as error:
-                raise InputError(f"{path}: damaged Parquet file ({_first_line(error)})") from error
+                raise InputError(f"{path}: damaged Parquet file ({first_line(error)})") from error
 
 
 def _open(path: Path) -> pq.ParquetFile:
@@ -137,7 +137,7 @@ def _open(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, buffer_size=_READ_BUFFER_BYTES, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path}: not readable as Parquet ({_first_line(error)})") from error
+        raise InputError(f"{path}: not readable as Parquet ({first_line(error)})") from error
 
 
 def _check_columns(path: Path, columns: Sequence[str]) -> None:
@@ -179,7 +179,3 @@ def column_ids(
         return ids_N % table.num_embeddings
     table.check_ids(ids_N, where)
     return ids_N
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from torchrec_picasso.errors import InputError
+from torchrec_picasso.errors import InputError, first_line
 from torchrec_picasso.frequency.counts import TableCounts
 
 __all__ = ["read_tables", "write_tables"]
@@ -100,9 +100,9 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, TableCounts], i
         num_batches, num_samples = int(facts["num_batches"]), int(facts["num_samples"])
         _check(num_batches >= 0 and num_samples >= 0, "a number of batches or samples is negative")
     except _DAMAGE as error:
-        reason = (str(error).splitlines() or [""])[0][:200]
         raise InputError(
-            f"{path} does not contain frequency statistics ({type(error).__name__}: {reason}); "
+            f"{path} does not contain frequency statistics ({type(error).__name__}: "
+            f"{first_line(error)[:200]}); "
             "write it with FrequencyStats.to_parquet"
         ) from error
     return tables, num_batches, num_samples

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from torchrec_picasso.errors import PicassoError
 
@@ -89,6 +91,14 @@ def refuse_used_folder(folder: str | Path) -> None:
             f"{folder}: holds checkpoints already (newest {max(used)}); pass --resume to continue "
             "that run, or set checkpoint.folder to another folder"
         )
+
+
+def write_synced(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Writes a file by a function of the opened file, and flushes it to disk."""
+    with path.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

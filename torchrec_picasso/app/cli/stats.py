@@ -247,4 +247,4 @@ def _draw_coverage(stats: FrequencyStats, path: Path) -> None:
         ylim=(0, 1.02),
         title="Coverage",
     )
-    save_picture(figure, axes, path)
+    save_picture(figure, path)
