@@ -26,7 +26,7 @@ from torchrec_picasso.errors import InputError, PlanError, first_line
 from torchrec_picasso.frequency.counts import ModelTable
 
 __all__ = [
-    *("CHUNK_ROWS", "batch_features", "batch_ids", "column_ids", "model_tables", "read_chunks"),
+    *("CHUNK_ROWS", "batch_features", "batch_ids", "chunk_ids", "model_tables", "read_chunks"),
     "table_configs",
 ]
 
@@ -159,23 +159,26 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
             )
 
 
-def column_ids(
-    column: pa.Array, table: ModelTable, where: str, *, hash_ids: bool, missing_id: int | None
+def chunk_ids(
+    path: Path, chunk: pa.RecordBatch, table: ModelTable, hash_ids: bool, missing_id: int | None
 ) -> NDArray[np.int64]:
-    """Converts a column of a file to row ids of a table, ``(N,)``; ``where`` names both in
-    messages."""
-    if isinstance(column.type, _LISTS):
-        column = column.flatten()
-    try:
-        column = column.cast(pa.int64())
-    except pa.ArrowInvalid as error:  # only uint64 has larger values
-        raise InputError(
-            f"{where} holds an id of 2**63 or more; convert its ids to int64 first"
-        ) from error
-    column = column.drop_null() if missing_id is None else column.fill_null(missing_id)
-    # copied, because Arrow's memory is read-only
-    ids_N: NDArray[np.int64] = column.to_numpy(zero_copy_only=False).copy()
-    if hash_ids and table.num_embeddings is not None:
-        return ids_N % table.num_embeddings
-    table.check_ids(ids_N, where)
-    return ids_N
+    """Returns the row ids that samples of a file look up in a table, by all its features,
+    ``(N,)``; arguments as for ``FrequencyStats.from_files``."""
+    ids: list[NDArray[np.int64]] = []
+    for name in table.feature_names:
+        where, column = f"{path}: column {name}", chunk.column(name)
+        if isinstance(column.type, _LISTS):
+            column = column.flatten()
+        try:
+            column = column.cast(pa.int64())
+        except pa.ArrowInvalid as error:  # only uint64 has larger values
+            raise InputError(
+                f"{where} holds an id of 2**63 or more; convert its ids to int64 first"
+            ) from error
+        column = column.drop_null() if missing_id is None else column.fill_null(missing_id)
+        ids_N = column.to_numpy(zero_copy_only=False)
+        if hash_ids and table.num_embeddings is not None:
+            ids_N = ids_N % table.num_embeddings
+        table.check_ids(ids_N, where)
+        ids.append(ids_N)
+    return np.concatenate(ids)

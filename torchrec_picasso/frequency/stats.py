@@ -22,7 +22,7 @@ from torchrec_picasso.errors import PicassoError, PlanError
 from torchrec_picasso.frequency.collect import (
     batch_features,
     batch_ids,
-    column_ids,
+    chunk_ids,
     model_tables,
     read_chunks,
 )
@@ -144,15 +144,8 @@ class FrequencyStats:
         num_samples = 0
         for path, chunk in read_chunks(paths, tables):
             for table in tables:
-                for name in table.feature_names:
-                    ids_N = column_ids(
-                        chunk.column(name),
-                        table,
-                        f"{path}: column {name}",
-                        hash_ids=hash_ids,
-                        missing_id=missing_id,
-                    )
-                    counters[table.name].add(ids_N)
+                ids_N = chunk_ids(path, chunk, table, hash_ids, missing_id)
+                counters[table.name].add(ids_N)
             num_samples += chunk.num_rows
             if progress is not None:
                 progress(chunk.num_rows)

@@ -239,7 +239,9 @@ def _draw_coverage(stats: FrequencyStats, path: Path) -> None:
         rows_K, share_K = spectrum.coverage_curve()
         label = name if len(spectra) <= _MOST_LABELS else None
         color = colormaps["viridis"](0.95 * index / max(1, len(spectra) - 1))
-        axes.plot(rows_K / spectrum.num_embeddings, share_K, label=label, color=color)
+        # without 0 rows, which a logarithmic axis lacks
+        share_of_rows_K = rows_K[1:] / spectrum.num_embeddings
+        axes.plot(share_of_rows_K, share_K[1:], label=label, color=color)
     axes.set(
         xscale="log",
         xlabel="share of the table's rows, most frequent first",
