@@ -93,6 +93,11 @@ def refuse_used_folder(folder: str | Path) -> None:
         )
 
 
+def last_line(error: BaseException) -> str:
+    """Returns the last line of torch's error for a checkpoint, which has the reason."""
+    return (str(error).strip().splitlines() or [repr(error)])[-1]
+
+
 def write_synced(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Writes a file by a function of the opened file, and flushes it to disk."""
     with path.open("wb") as file:

@@ -16,10 +16,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_picasso.app.config.schema import FEATURE_KINDS
 from torchrec_picasso.errors import ConfigError
 
-ONE_HOT, BAG, SEQUENCE = KINDS = ("one_hot", "bag", "sequence")
-"""One id per sample; any number of ids, sum-pooled; any number of ids, a row each."""
+ONE_HOT, BAG, SEQUENCE = FEATURE_KINDS
 
 Found = dict[str, list[Any]]
 """Per group, one value per column: a tensor ``(B, D)``, for sequences a JaggedTensor of B lists."""
@@ -33,7 +33,7 @@ class FeatureGroup:
         name: Name of the group.
         columns: Features of the batch.
         dims: Columns of each feature's table.
-        kind: One of :data:`KINDS`.
+        kind: One of :data:`.FEATURE_KINDS`.
         max_length: Longest list of a sample; the data's reader truncates longer ones.
         tables_of: Group whose tables these columns read, in order; ``None`` = tables of their own.
     """
@@ -52,7 +52,7 @@ class Reads:
 
     Args:
         role: Role of the columns, see :class:`torchrec_picasso.app.zoo.data.source.BatchSource`.
-        kind: One of :data:`KINDS`.
+        kind: One of :data:`.FEATURE_KINDS`.
         tables_of: Group whose tables it reads; ``None`` = tables of its own.
         dim: Columns of each table; ``None`` = as configured.
     """

@@ -19,6 +19,7 @@ import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
+from torchrec_picasso.app.config.schema import NUM_CRITEO_TABLES
 from torchrec_picasso.app.zoo.tables import NUM_DENSE
 from torchrec_picasso.errors import PicassoError, first_line
 
@@ -26,7 +27,7 @@ MISSING_ID = -1
 """Id of a missing categorical value."""
 
 DENSE_COLUMNS = tuple(f"i{index + 1}" for index in range(NUM_DENSE))
-ID_COLUMNS = tuple(f"c{index + 1}" for index in range(26))
+ID_COLUMNS = tuple(f"c{index + 1}" for index in range(NUM_CRITEO_TABLES))
 _COLUMNS = ("label", *DENSE_COLUMNS, *ID_COLUMNS)
 
 _ROWS_PER_CHUNK = 65_536
