@@ -101,7 +101,7 @@ def _load(
     lookups_per_sample = sum(first.input_lengths) / max(1, len(first.input_lengths)) * num_features
     spectrum = None
     if stats is not None:
-        spectrum = stats.table(config.name).spectrum()
+        spectrum = stats.table(config.name).spectrum
         if stats.num_samples:
             lookups_per_sample = spectrum.num_lookups / stats.num_samples
     # stock sequence sharding returns one row per lookup, like a bag of one lookup
