@@ -1,12 +1,9 @@
-"""Helpers of the benchmarks' commands: numeric options, and outcomes of an earlier run."""
+"""Helpers of the benchmarks' commands: parsers and numeric options."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 
 def command_parser(module: str, description: str | None) -> argparse.ArgumentParser:
@@ -27,16 +24,3 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
-
-
-def read_lines(path: Path) -> dict[str, dict[str, Any]]:
-    """Outcomes of a file of JSON lines, by name; a line that was cut off counts for nothing."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("}\n")]
-    return {line["name"]: line for line in found}
-
-
-def append_line(path: Path, outcome: Mapping[str, Any]) -> None:
-    """Adds an outcome to a file of JSON lines."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(outcome) + "\n")

@@ -29,8 +29,7 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from torchrec_picasso._torchrec import EmbOptimType
 from torchrec_picasso.app.cli.outputs import write_result
-from torchrec_picasso.storage.memory_layout import choose_memory
-from torchrec_picasso.storage.row_tables import RowTables
+from torchrec_picasso.storage.row_tables import RowTables, choose_memory
 from torchrec_picasso.storage.row_updates import row_wise_adagrad
 
 _CPU = torch.device("cpu")

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates
@@ -88,18 +87,13 @@ CURVES = {
 """Real clients' and the project's own; Criteo and 1 Gbit/s unless named."""
 
 
-class _OneRank:
-    def size(self) -> int:
-        return 1
-
-
 class PaperClock:
     """Stamps are seconds."""
 
     def __init__(self) -> None:
         self.num_readings = 0
 
-    def seconds(self, spans: Sequence[tuple[float, float]]) -> list[float]:
+    def seconds(self, spans: Sequence[tuple[float, float]], pg: Any) -> list[float]:
         """Seconds of each span."""
         self.num_readings += 1
         return [end - start for start, end in spans]
@@ -115,12 +109,12 @@ def settle(
     Returns:
         Steps.
     """
-    pg: Any = _OneRank()
-    clock = clock or PaperClock()
+    timer: Any = clock or PaperClock()
+    one_rank: Any = None
     in_flight = [Setting(1, choice.current.lookahead)] * 3  # nothing is proved yet
     for step in range(1, 1000):
         span = 0.0, step_s(in_flight[0])
-        choice.note_step(in_flight, span, clock, pg, torch.device("cpu"))
+        choice.note_step(in_flight, span, timer, one_rank)
         if choice.is_settled:
             return step
         in_flight = [*in_flight[1:], choice.current]

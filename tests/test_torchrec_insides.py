@@ -40,7 +40,7 @@ INHERITED: dict[str, set[str]] = {
     "EmbeddingCollectionSharder": {*("_use_index_dedup", "fused_params", "qcomm_codecs_registry")},
     "EmbeddingEnumerator": {
         *("_batch_size", "_compute_device", "_constraints", "sharder_map"),
-        *("_estimators", "_last_stored_module"),
+        *("_last_stored_module", "_last_stored_search_space"),
     },
     "EmbeddingShardingPlanner": {"_enumerator", "_topology"},
     "FeatureProcessedEmbeddingBagCollectionSharder": {"_ebc_sharder"},

@@ -223,16 +223,16 @@ def _of_parts(rows_W: Sequence[BatchRows], gradients: Sequence[BatchGradients]) 
         pooled = []
         for of_rank, grads_K in zip(given, grads_WK):
             (matrix,) = of_rank.arrive()
-            index = of_rank.pooling_M[0].part.index
+            index = of_rank.pooling_M[0].index
             pooled.append(pool_rows(matrix, None, index))
             grads_K.append([gradient_of_rows(torch.ones_like(pooled[-1]), None, index)])
         name = f"part {part}"
         lines[f"{name}: position of each lookup in the matrix"] = _each(
-            given, lambda of: _join(of.pooling_M[0].part.index.row_of_lookup_N)
+            given, lambda of: _join(of.pooling_M[0].index.row_of_lookup_N)
         )
         lines[f"{name}: pooled (user / item)"] = _each(pooled, lambda p: _join(*p[:, :1]))
         lines[f"{name}: position of each gradient in request order"] = _each(
-            given, lambda of: _join(of.pooling_M[0].part.gradient_position_U)
+            given, lambda of: _join(of.pooling_M[0].index.gradient_position_U)
         )
     for part in reversed(range(NUM_PARTS)):
         for of_batch, grads_K in zip(gradients, grads_WK):

@@ -32,3 +32,8 @@ class PeerError(PicassoError, RuntimeError):
 
 class InputError(PicassoError):
     """A batch or file contains invalid ids, weights or lengths; batches raise on all ranks."""
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error of another package, for a message."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -121,15 +121,12 @@ class HotColdParams(CacheParams):
             )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, HotColdParams) and self._identity() == other._identity()
+        if not isinstance(other, HotColdParams):
+            return False
+        return self.stable_fingerprint() == other.stable_fingerprint()
 
     def __hash__(self) -> int:
-        return hash(self._identity())
-
-    def _identity(self) -> tuple[object, ...]:
-        """All that distinguishes a placement in this process."""
-        rows = self.hot_rows.numpy().tobytes()
-        return super().__hash__(), rows, self.wave, self.form, self.num_micro_batches
+        return hash(self.stable_fingerprint())
 
     def __repr__(self) -> str:
         # a digest: TorchRec distinguishes plans by this text, and tensors print shortened

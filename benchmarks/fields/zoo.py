@@ -12,7 +12,7 @@ from benchmarks.fields.workload import ModelTable
 from torchrec_picasso.app.config import TrainConfig
 from torchrec_picasso.app.runs.trainer import unsharded_model
 from torchrec_picasso.app.zoo.registry import build_model, make_source
-from torchrec_picasso.app.zoo.tables import collections_of, tables_of
+from torchrec_picasso.frequency.collect import table_configs
 
 _COUNTED_FROM = 1000
 """The first step of clicks that lookups are counted in; variants train on those from 0 on."""
@@ -40,12 +40,11 @@ class ZooWorkload:
                 name=table.name,
                 module=path,
                 num_embeddings=table.num_embeddings,
-                dim=table.dim,
-                ids_per_sample=sum(lookups[name] for name in table.features)
+                dim=table.embedding_dim,
+                ids_per_sample=sum(lookups[name] for name in table.feature_names)
                 / self._config.data.batch_size,
             )
-            for path, module in collections_of(build_model(self._config, self._source))
-            for table in tables_of(module)
+            for path, table in table_configs(build_model(self._config, self._source))
         ]
 
     def model(self) -> nn.Module:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +25,8 @@ from benchmarks.reliability import (
 from torchrec_picasso.app.cli.outputs import write_result
 
 
-@dataclass(frozen=True)
-class _Question:
-    """One command of this folder.
-
-    Args:
-        main: Takes its arguments and gives its exit code.
-        results: Files that it leaves, by what the report calls them.
-        sums_up: Makes a file's document into what the report has of it.
-        needs_data: Whether it takes ``--data-folder``.
-    """
-
-    main: Callable[[Sequence[str]], int]
-    results: Mapping[str, str]
-    sums_up: Callable[[Mapping[str, Any]], dict[str, Any]]
-    needs_data: bool = False
-
-
 def _as_it_is(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in document.items() if key not in ("environment", "lines")}
+    return {key: value for key, value in document.items() if key != "environment"}
 
 
 def _sum_up_drift(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,41 +54,38 @@ def _sum_up_soak(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _summary_of(name: str) -> dict[str, str]:
-    return {name: f"{name}_summary.json"}
-
-
-_QUESTIONS = {
-    "checkpoint_moves": _Question(
-        checkpoint_moves.main, _summary_of("checkpoint_moves"), _as_it_is
-    ),
-    "faults": _Question(faults.main, _summary_of("faults"), _as_it_is),
-    "link_faults": _Question(link_faults.main, _summary_of("link_faults"), _as_it_is),
-    "soak": _Question(soak.main, {"soak": "soak.json"}, _sum_up_soak),
-    "drift": _Question(
-        drift.main,
-        {"drift_globo": "drift_globo.json", "drift_criteo": "drift_criteo.json"},
-        _sum_up_drift,
-        needs_data=True,
-    ),
+_MAINS = {
+    "checkpoint_moves": checkpoint_moves.main,
+    "faults": faults.main,
+    "link_faults": link_faults.main,
+    "soak": soak.main,
+    "drift": drift.main,
 }
+_RESULTS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = {
+    "checkpoint_moves": ("checkpoint_moves_summary.json", _as_it_is),
+    "faults": ("faults_summary.json", _as_it_is),
+    "link_faults": ("link_faults_summary.json", _as_it_is),
+    "soak": ("soak.json", _sum_up_soak),
+    "drift_globo": ("drift_globo.json", _sum_up_drift),
+    "drift_criteo": ("drift_criteo.json", _sum_up_drift),
+}
+"""Files of results, by what the report calls them, and what the report has of each."""
 
 
 def _ask(name: str, folder: Path, data: str | None) -> int:
-    question = _QUESTIONS[name]
-    if question.needs_data and data is None:
+    if name != "drift":
+        return _MAINS[name](["-o", str(folder)])
+    if data is None:
         print(f"{name}: passed over, it needs --data-folder", flush=True)
         return 0
-    data_options = ["--data-folder", str(data)] if question.needs_data else []
-    return question.main(["-o", str(folder), *data_options])
+    return _MAINS[name](["-o", str(folder), "--data-folder", data])
 
 
 def _found(folder: Path) -> dict[str, Any]:
     """Results of the questions in the folder."""
     return {
-        name: question.sums_up(json.loads((folder / file).read_text()))
-        for question in _QUESTIONS.values()
-        for name, file in question.results.items()
+        name: sum_up(json.loads((folder / file).read_text()))
+        for name, (file, sum_up) in _RESULTS.items()
         if (folder / file).exists()
     }
 
@@ -120,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser("benchmarks.reliability", __doc__)
     parser.add_argument("-o", "--out", required=True, metavar="FOLDER", help="results go there")
     parser.add_argument("--data-folder", metavar="FOLDER", help="real ids, for drift")
-    parser.add_argument("--only", nargs="+", choices=_QUESTIONS, default=list(_QUESTIONS))
+    parser.add_argument("--only", nargs="+", choices=_MAINS, default=list(_MAINS))
     args = parser.parse_args(argv)
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)

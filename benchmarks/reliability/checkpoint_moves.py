@@ -20,25 +20,26 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.command import command_parser, read_lines
-from benchmarks.reliability.move_jobs import (
+from benchmarks.command import command_parser
+from benchmarks.reliability.moves import (
     LOSS_RTOL,
+    REFUSED,
+    SAME,
     STEP,
-    Outcome,
+    Move,
+    Side,
+    all_moves,
     checkpoints_of,
     load_on_rank,
     save_on_rank,
     uncut_losses_of,
 )
-from benchmarks.reliability.moves import Move, Side, all_moves
+from benchmarks.reliability.outcomes import FAILED, Outcome, conclude, read_outcomes
 from benchmarks.reliability.small_trainer import OPTIMIZERS, PLANS
 from torchrec_picasso.app.checkpoints.folder import is_whole
-from torchrec_picasso.app.cli.outputs import write_result
-from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
@@ -50,7 +51,7 @@ _LAUNCH_S, _MOVE_S = 120, 20
 def run_moves(folder: Path, moves: Sequence[Move]) -> Iterator[Outcome]:
     """Makes the moves that a folder has no outcome of, and yields those of all."""
     folder.mkdir(parents=True, exist_ok=True)
-    known = _read(folder / _RESULTS)
+    known = read_outcomes(folder / _RESULTS)
     yield from (known[move.name] for move in moves if move.name in known)
     left = [move for move in moves if move.name not in known]
     _save_sources(folder, left)
@@ -93,17 +94,13 @@ def _load(folder: Path, world_size: int, moves: Sequence[Move]) -> Iterator[Outc
             run_ranks(load_on_rank, world_size, str(folder / _RESULTS), left, timeout_s=timeout_s)
         except RankError as error:
             why = f"rank {error.rank} {error.what}"
-        known = _read(folder / _RESULTS)
+        known = read_outcomes(folder / _RESULTS)
         missing = next((move for move in left if move.name not in known), None)
         if missing is not None:
-            Outcome(missing.name, "failed", why).write(folder / _RESULTS)
-            known = _read(folder / _RESULTS)
+            Outcome(missing.name, FAILED, why).write(folder / _RESULTS)
+            known = read_outcomes(folder / _RESULTS)
         yield from (known[move.name] for move in left if move.name in known)
         left = [move for move in left if move.name not in known]
-
-
-def _read(path: Path) -> dict[str, Outcome]:
-    return {name: Outcome(**line) for name, line in read_lines(path).items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,34 +113,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet_upstream()
     sides = [Side(plan, ranks) for plan in args.plans for ranks in args.ranks]
     moves = all_moves(args.optimizers, sides)
-    progress = Progress("moves", len(moves))
-    outcomes = []
-    for outcome in run_moves(args.out, moves):
-        outcomes.append(outcome)
-        if outcome.verdict == "failed":
-            progress.say(f"{outcome.name}: {outcome.detail}")
-        progress.advance()
-    progress.close()
-    summary = _summary(outcomes)
-    write_result({"loss_rtol": LOSS_RTOL, **summary}, args.out / _SUMMARY)
-    print(
-        f"{summary['moves']:,} moves: {summary['same']:,} went on as if unbroken, "
-        f"{summary['refused']:,} refused as by stock, {len(summary['failed'])} failed"
-        f"{''.join(f'; {name}' for name in summary['failed'])}"
+    return conclude(
+        run_moves(args.out, moves),
+        args.out / _SUMMARY,
+        "moves",
+        len(moves),
+        *(SAME, REFUSED),
+        loss_rtol=LOSS_RTOL,
     )
-    return 1 if summary["failed"] else 0
-
-
-def _summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
-    verdicts = Counter(outcome.verdict for outcome in outcomes)
-    apart = [outcome.losses_apart for outcome in outcomes if outcome.losses_apart is not None]
-    return {
-        "moves": len(outcomes),
-        "same": verdicts["same"],
-        "refused": verdicts["refused"],
-        "failed": {o.name: o.detail for o in outcomes if o.verdict == "failed"},
-        "losses_apart_at_most": max(apart, default=None),
-    }
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -126,15 +126,7 @@ def _train(rank: int, world_size: int, stream: Stream, refresh: Refresh | None) 
     """Trains a stream once; hot rows and losses of every step."""
     quiet_upstream()
     first = stream.most_used(stream.ids_NF[: stream.counted])
-    model, optimizer = sharded(stream, first, world_size)
-    pipeline = InterleavedTrainPipeline(
-        model,
-        optimizer,
-        torch.device("cpu"),
-        num_micro_batches=1,
-        lookahead=True,
-        refresh=refresh,
-    )
+    pipeline = pipeline_with(stream, first, world_size, refresh)
     batches = batches_of(stream, rank, world_size)
     hot, losses, looks, seen = first, [], [], None
     hot_hits, num_lookups = defaultdict(int), defaultdict(int)
@@ -160,10 +152,11 @@ def _train(rank: int, world_size: int, stream: Stream, refresh: Refresh | None) 
     }
 
 
-def sharded(
-    stream: Stream, hot: Ids, world_size: int
-) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
-    """A model of one table with these hot rows, and the optimizer of its dense part."""
+def pipeline_with(
+    stream: Stream, hot: Ids, world_size: int, refresh: Refresh | None
+) -> InterleavedTrainPipeline[Batch, Any]:
+    """A pipeline over a model of one table with these hot rows. Its setting is fixed: a trial could
+    part two pipelines."""
     model = _Model(stream.num_rows, stream.ids_NF.shape[1])
     apply_optimizer_in_backward(RowWiseAdagrad, model.ebc.parameters(), {"lr": 0.05})
     sharder = HotColdEmbeddingBagCollectionSharder()
@@ -186,7 +179,14 @@ def sharded(
         sharders=[sharder],
     )
     dense = [parameter for name, parameter in sharded.named_parameters() if "over" in name]
-    return sharded, torch.optim.SGD(dense, lr=0.05)
+    return InterleavedTrainPipeline(
+        sharded,
+        torch.optim.SGD(dense, lr=0.05),
+        torch.device("cpu"),
+        num_micro_batches=1,
+        lookahead=True,
+        refresh=refresh,
+    )
 
 
 def batches_of(stream: Stream, rank: int, world_size: int) -> Iterator[Batch]:

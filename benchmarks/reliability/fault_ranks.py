@@ -43,13 +43,8 @@ def run_on_rank(
     return result, said.getvalue()
 
 
-def named_on_rank(
-    rank: int, world_size: int, config: str, case: Case, folder: str
-) -> tuple[str, str, float]:
-    """Kind and text of what ended a rank's run, and seconds since the fault at most.
-
-    The process group has a timeout of its own.
-    """
+def join_again(rank: int, world_size: int, folder: str, timeout_s: float) -> None:
+    """Replaces the process group by one with a timeout of its own. Collective."""
     dist.barrier()  # so that joining takes none of the timeout
     dist.destroy_process_group()
     dist.init_process_group(
@@ -57,8 +52,15 @@ def named_on_rank(
         store=dist.FileStore(str(Path(folder, "store")), world_size),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
+        timeout=datetime.timedelta(seconds=timeout_s),
     )
+
+
+def named_on_rank(
+    rank: int, world_size: int, config: str, case: Case, folder: str
+) -> tuple[str, str, float]:
+    """Kind and text of what ended a rank's run, and seconds since the fault at most."""
+    join_again(rank, world_size, folder, GROUP_TIMEOUT_S)
     try:
         run_on_rank(rank, world_size, config, case, False)
     except Exception as error:

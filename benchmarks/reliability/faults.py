@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
@@ -24,12 +23,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from benchmarks.command import append_line, command_parser, read_lines
+from benchmarks.command import command_parser
 from benchmarks.reliability.fault_cases import (
     EVERY_STEPS,
     KINDS,
@@ -45,35 +44,16 @@ from benchmarks.reliability.fault_ranks import (
     named_on_rank,
     run_on_rank,
 )
+from benchmarks.reliability.outcomes import FAILED, Outcome, conclude, outcomes_of
 from torchrec_picasso.app.checkpoints.folder import has_checkpoint, is_whole, step_of
-from torchrec_picasso.app.cli.outputs import write_result
-from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 LOSS_RTOL = 1e-5
 """Settings are tried again after a restart, so sums have other orders."""
 _AUC_DIFFERENCE = 1e-3
 _RESULTS, _SUMMARY = "faults.jsonl", "faults_summary.json"
+_SURVIVED, _NAMED = "survived", "named"
 _RUN_S, _JOB_S = 120, 240
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """How a case went.
-
-    Args:
-        name: Name of the case.
-        verdict: ``survived``, ``named`` or ``failed``.
-        detail: Printed message, or the failure.
-        resumed_from: Steps that the last start had from a checkpoint.
-        losses_apart: Largest relative difference of the losses after it.
-    """
-
-    name: str
-    verdict: str
-    detail: str = ""
-    resumed_from: int | None = None
-    losses_apart: float | None = None
 
 
 class _FaultError(Exception):
@@ -83,24 +63,20 @@ class _FaultError(Exception):
 def inject(folder: Path, cases: Sequence[Case]) -> Iterator[Outcome]:
     """Injects the faults that a folder has no outcome of, and yields those of all."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = read_lines(folder / _RESULTS)
-    known = {name: Outcome(**line) for name, line in lines.items()}
-    yield from (known[case.name] for case in cases if case.name in known)
     unbroken = _unbroken(folder)
-    for case in cases:
-        if case.name in known:
-            continue
+
+    def run(case: Case) -> Outcome:
         work = folder / case.name
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         try:
             outcome = _inject(work, case, unbroken)
         except (_FaultError, RankError, subprocess.TimeoutExpired) as error:
-            outcome = Outcome(case.name, "failed", str(error))
-        else:
-            shutil.rmtree(work)
-        append_line(folder / _RESULTS, dataclasses.asdict(outcome))
-        yield outcome
+            return Outcome(case.name, FAILED, str(error))
+        shutil.rmtree(work)
+        return outcome
+
+    return outcomes_of(folder / _RESULTS, cases, run)
 
 
 def _unbroken(folder: Path) -> dict[str, Any]:
@@ -127,7 +103,7 @@ def _inject(work: Path, case: Case, unbroken: Mapping[str, Any]) -> Outcome:
         result, said = _started_twice(work, case, config)
     apart = _losses_apart(result, unbroken)
     detail = next((line for line in said.splitlines() if "passed over" in line), "")
-    return Outcome(case.name, "survived", detail, result["first_step"], apart)
+    return Outcome(case.name, _SURVIVED, detail, apart, resumed_from=result["first_step"])
 
 
 def _write_config(work: Path, case: Case | None) -> str:
@@ -187,7 +163,7 @@ def _damage(run: Path, case: Case) -> str:
 
 def _named(work: Path, case: Case, config: str) -> Outcome:
     """Every rank must tell of the rank that failed."""
-    with _environment(FAULT_FOLDER=str(work)):
+    with mock.patch.dict(os.environ, FAULT_FOLDER=str(work)):
         raised = run_ranks(named_on_rank, WORLD_SIZE, config, case, str(work), timeout_s=_RUN_S)
     for rank, (kind, text, since_s) in enumerate(raised):
         if rank == case.rank:
@@ -201,7 +177,7 @@ def _named(work: Path, case: Case, config: str) -> Outcome:
             )
         if not is_right or since_s > 2 * GROUP_TIMEOUT_S:
             raise _FaultError(f"rank {rank} raised {kind} after {since_s:.1f} s: {text}")
-    return Outcome(case.name, "named", raised[1 - case.rank][1])
+    return Outcome(case.name, _NAMED, raised[1 - case.rank][1])
 
 
 def _under_torchrun(work: Path, case: Case, config: str) -> tuple[dict[str, Any], str]:
@@ -265,20 +241,6 @@ class _Job:
             path.unlink()
 
 
-@contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def _losses_apart(result: Mapping[str, Any], unbroken: Mapping[str, Any]) -> float:
     """Largest relative difference; an error if it is more than rounding."""
     expected = unbroken["losses"][result["first_step"] :]
@@ -299,35 +261,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     cases = all_cases(args.launchers, args.kinds, args.seeds)
-    progress = Progress("faults", len(cases))
-    outcomes = []
-    for outcome in inject(args.out, cases):
-        outcomes.append(outcome)
-        if outcome.verdict == "failed":
-            progress.say(f"{outcome.name}: {outcome.detail}")
-        progress.advance()
-    progress.close()
-    summary = _summary(outcomes)
-    write_result({"loss_rtol": LOSS_RTOL, **summary}, args.out / _SUMMARY)
-    print(
-        f"{summary['faults']} faults: {summary['survived']} survived, {summary['named']} named on "
-        f"all ranks, {len(summary['failed'])} failed"
+    return conclude(
+        inject(args.out, cases),
+        args.out / _SUMMARY,
+        "faults",
+        len(cases),
+        *(_SURVIVED, _NAMED),
+        loss_rtol=LOSS_RTOL,
+        by_kind=lambda name: name.rpartition("-")[0],
     )
-    return 1 if summary["failed"] else 0
-
-
-def _summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    verdicts = Counter(outcome.verdict for outcome in outcomes)
-    apart = [outcome.losses_apart for outcome in outcomes if outcome.losses_apart is not None]
-    kinds = Counter("-".join(o.name.split("-")[:2]) for o in outcomes if o.verdict != "failed")
-    return {
-        "faults": len(outcomes),
-        "survived": verdicts["survived"],
-        "named": verdicts["named"],
-        "by_kind": dict(sorted(kinds.items())),
-        "failed": {o.name: o.detail for o in outcomes if o.verdict == "failed"},
-        "losses_apart_at_most": max(apart, default=None),
-    }
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,27 +11,26 @@ FOLDER gets a line in link_faults.jsonl per case and a link_faults_summary.json.
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
+import functools
 import shutil
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.cluster.emulated import EmulatedCluster, why_unavailable
-from benchmarks.command import append_line, command_parser, read_lines
+from benchmarks.command import command_parser
+from benchmarks.reliability.fault_ranks import join_again
+from benchmarks.reliability.outcomes import FAILED, Outcome, conclude, outcomes_of
 from benchmarks.reliability.small_model import rank_batch
 from benchmarks.reliability.small_trainer import SmallTrainer
 from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.app.cli.outputs import write_result
-from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
@@ -40,6 +39,7 @@ _WORLD_SIZE, _STEPS = 2, 40
 _GROUP_TIMEOUT_S, _RUN_S = 8.0, 120
 _RATE_MBIT = 1000.0
 _RESULTS, _SUMMARY = "link_faults.jsonl", "link_faults_summary.json"
+_SURVIVED, _NAMED = "survived", "named"
 _POLL_S = 0.005
 
 
@@ -73,11 +73,7 @@ DROPS = tuple(
 def train_on_rank(rank: int, world_size: int, folder: str, drop_step: int | None) -> Any:
     """The losses, or how it ended, when by the clock, and whether it was named."""
     quiet_upstream()
-    dist.barrier()  # so that joining takes none of the timeout
-    dist.destroy_process_group()  # one with a timeout of its own
-    timeout = datetime.timedelta(seconds=_GROUP_TIMEOUT_S)
-    store = dist.FileStore(str(Path(folder, "store")), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    join_again(rank, world_size, folder, _GROUP_TIMEOUT_S)
     trainer = SmallTrainer("rows", "rowwise_adagrad")
     pipeline: Any = InterleavedTrainPipeline(trainer.model, trainer.optimizer, torch.device("cpu"))
     batches = (rank_batch(step, rank, world_size) for step in range(_STEPS))
@@ -121,27 +117,45 @@ def _break(cluster: EmulatedCluster, folder: Path, drop: Drop | None) -> None:
         time.sleep(_POLL_S)
 
 
-def _judged(folder: Path, drop: Drop, whole: Sequence[float]) -> dict[str, Any]:
-    """A case's line."""
-    line: dict[str, Any] = {**dataclasses.asdict(drop), "name": drop.name}
+def _judged(folder: Path, drop: Drop, whole: Sequence[float]) -> Outcome:
     ended = _run(folder, drop)
     if not (folder / "down").exists():
-        return {**line, "verdict": "failed", "detail": "the link was not taken down"}
+        return Outcome(drop.name, FAILED, "the link was not taken down")
+    down_s = (folder / "down").stat().st_mtime
     if all(kind == "trained" for kind, _, _ in ended):
         apart = max(abs(a / b - 1) for a, b in zip(ended[0][1], whole, strict=True))
-        went_on_s = min(at_s for _, _, at_s in ended) - (folder / "down").stat().st_mtime
-        has_waited = drop.down_s is not None and went_on_s > drop.down_s
-        verdict = "survived" if apart < LOSS_RTOL and has_waited else "failed"
-        return {**line, "verdict": verdict, "losses_apart": apart, "after_s": went_on_s}
-    down_s = (folder / "down").stat().st_mtime
+        after_s = min(at_s for _, _, at_s in ended) - down_s
+        has_waited = drop.down_s is not None and after_s > drop.down_s
+        verdict = _SURVIVED if apart < LOSS_RTOL and has_waited else FAILED
+        return Outcome(drop.name, verdict, losses_apart=apart, after_s=after_s)
     after_s = max(at_s for _, _, at_s in ended) - down_s
     is_named = all(
         kind == "PeerError" and " waited in vain in step " in text for kind, text, _ in ended
     )
     in_time = after_s < _GROUP_TIMEOUT_S + 3
-    detail = [text for _, text, _ in ended]
-    verdict = "named" if is_named and in_time and drop.down_s is None else "failed"
-    return {**line, "verdict": verdict, "after_s": after_s, "detail": detail}
+    detail = "; ".join(str(text) for _, text, _ in ended)
+    verdict = _NAMED if is_named and in_time and drop.down_s is None else FAILED
+    return Outcome(drop.name, verdict, detail, after_s=after_s)
+
+
+def _drop(folder: Path, drops: Sequence[Drop]) -> Iterator[Outcome]:
+    """Makes the drops that a folder has no outcome of, and yields those of all."""
+
+    @functools.cache
+    def whole() -> list[float]:
+        """Losses with a whole link."""
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            losses: list[float] = _run(Path(work), None)[0][1]
+            return losses
+
+    def run(drop: Drop) -> Outcome:
+        work = Path(tempfile.mkdtemp(prefix=f"link_{drop.name}_", dir=folder))
+        outcome = _judged(work, drop, whole())
+        if outcome.verdict != FAILED:
+            shutil.rmtree(work)
+        return outcome
+
+    return outcomes_of(folder / _RESULTS, drops, run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,30 +171,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"link_faults: passed over, {reason}")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
-    known = read_lines(args.out / _RESULTS)
-    progress = Progress("link faults", len(DROPS))
-    whole: list[float] | None = None
-    for drop in DROPS:
-        if drop.name not in known:
-            work = args.out / f"link_{drop.name}_{time.time_ns()}"
-            (work / "whole").mkdir(parents=True)
-            if whole is None:
-                whole = _run(work / "whole", None)[0][1]
-            line = _judged(work, drop, whole)
-            known[drop.name] = line
-            append_line(args.out / _RESULTS, line)
-            if line["verdict"] == "failed":
-                progress.say(f"{drop.name}: {line}")
-            else:
-                shutil.rmtree(work)
-        progress.advance()
-    progress.close()
-    lines = [known[drop.name] for drop in DROPS]
-    verdicts = [line["verdict"] for line in lines]
-    counts = {verdict: verdicts.count(verdict) for verdict in ("survived", "named", "failed")}
-    write_result({"drops": len(lines), **counts, "lines": lines}, args.out / _SUMMARY)
-    print(f"{len(lines)} drops of a link: {', '.join(f'{n} {v}' for v, n in counts.items())}")
-    return 1 if counts["failed"] else 0
+    return conclude(
+        _drop(args.out, DROPS),
+        args.out / _SUMMARY,
+        "drops",
+        len(DROPS),
+        *(_SURVIVED, _NAMED),
+        loss_rtol=LOSS_RTOL,
+    )
 
 
 if __name__ == "__main__":

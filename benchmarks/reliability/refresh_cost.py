@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
 from benchmarks.command import command_parser
-from benchmarks.reliability.drift import Stream, batches_of, criteo, globo, sharded
-from torchrec_picasso import InterleavedTrainPipeline, PicassoError, Refresh
+from benchmarks.reliability.drift import Stream, batches_of, criteo, globo, pipeline_with
+from torchrec_picasso import PicassoError, Refresh
 from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import RankError
@@ -35,17 +34,10 @@ def _train(rank: int, world_size: int, stream: Stream) -> dict[str, Any]:
     """Seconds of every block, by model."""
     quiet_upstream()
     first = stream.most_used(stream.ids_NF[: stream.counted])
-    pipelines = {}
-    for name, refresh in ((_STAY, None), (_FOLLOW, Refresh())):
-        model, optimizer = sharded(stream, first, world_size)
-        pipelines[name] = InterleavedTrainPipeline(
-            model,
-            optimizer,
-            torch.device("cpu"),
-            num_micro_batches=1,  # a trial of settings could part the two
-            lookahead=True,
-            refresh=refresh,
-        )
+    pipelines = {
+        name: pipeline_with(stream, first, world_size, refresh)
+        for name, refresh in ((_STAY, None), (_FOLLOW, Refresh()))
+    }
     batches = {name: batches_of(stream, rank, world_size) for name in pipelines}
     for name, pipeline in pipelines.items():
         for _ in range(_WARM_UP):

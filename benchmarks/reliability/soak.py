@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import command_parser
-from benchmarks.reliability.soak_record import Found, Plan
-from benchmarks.reliability.soak_side import Plant, train_side
+from benchmarks.reliability.soak_side import Found, Plan, Plant, train_side
 from benchmarks.reliability.soak_verdict import judge
 from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.launch.quiet import quiet_upstream

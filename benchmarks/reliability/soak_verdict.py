@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.reliability.process_figures import FIGURES, slope
-from benchmarks.reliability.soak_record import Found
+from benchmarks.reliability.soak_side import Found
 
 MOST_APART = 1e-4
 """Relative difference of losses, and of weights to the largest of their tensor. Sums of another

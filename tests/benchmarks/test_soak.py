@@ -23,7 +23,7 @@ from benchmarks.reliability import memory, soak
 from benchmarks.reliability.process_figures import figures, open_files, slope
 from benchmarks.reliability.small_trainer import SmallTrainer
 from benchmarks.reliability.soak_batches import Stretch, soak_batch
-from benchmarks.reliability.soak_record import Found
+from benchmarks.reliability.soak_side import Found
 from benchmarks.reliability.soak_verdict import judge
 from torchrec_picasso.app.launch.run_ranks import RankError
 from torchrec_picasso.sharding.sharded_module import HotColdModule

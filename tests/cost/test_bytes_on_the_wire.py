@@ -26,14 +26,13 @@ from tests.sharding.jobs import CPU, OPTIMIZERS, Job, Model, Table, build
 from tests.support.wire import MessageRecorder, elements
 from tests.train_pipeline.drivers import Driver, make_driver
 from torchrec_picasso import (
-    CommCurves,
     FrequencyStats,
     HotColdEmbeddingBagCollectionSharder,
     hot_cold_planner,
 )
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.wire_meter import WireMeter
-from torchrec_picasso.cost.hot_cold import HotColdTotals, hot_cold_cost
+from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes
 from torchrec_picasso.exchange.agreement import Flags
 
 DRIVERS: tuple[Driver, ...] = (None, (1, False), (1, True))
@@ -143,10 +142,9 @@ def _known(world_size: int) -> list[dict[Driver, dict[str, float]]]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_of_true_numbers_are_exact(world_size: int, driver: Driver) -> None:
     """Within two bytes: the meter rounds each sum's share of W ranks down."""
-    curves = CommCurves.assumed(world_size, gbytes_per_s=1.0)
-    cost = hot_cold_cost(_known_totals(world_size), curves, world_size, num_packs=2)
+    sent_bytes = exchange_bytes(_known_totals(world_size), world_size, num_packs=2)
     num_dense = 1 + sum(table.dim for table in TABLES)
-    expected = _predicted(cost.sent_bytes, num_dense, world_size)
+    expected = _predicted(sent_bytes, num_dense, world_size)
     by_rank = [by_driver[driver] for by_driver in _known(world_size)]
     mean = {name: float(np.mean([sent[name] for sent in by_rank])) for name in by_rank[0]}
     marks, flags = mean.pop("marks"), 16 * len(vars(Flags())) * (world_size - 1) / world_size
@@ -200,7 +198,7 @@ def _plan_and_count(rank: int, world_size: int) -> tuple[dict[str, float], dict[
     num_dense = sum(parameter.numel() for parameter in model.over.parameters())
     expected = {}
     if rank == 0:
-        expected = _predicted(planner.decision.cost.sent_bytes, num_dense, world_size)
+        expected = _predicted(planner.decision.sent_bytes, num_dense, world_size)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     sharded = DistributedModelParallel(model, env=env, device=CPU, plan=plan, sharders=sharders)
     pipeline = make_driver(None, sharded)

@@ -14,10 +14,11 @@ from torchrec_picasso.cost.hot_cold import hot_cold_memory_bytes
 from torchrec_picasso.cost.local import LocalCosts, SideCosts
 from torchrec_picasso.cost.stock import (
     STOCK_TYPES,
+    StockTotals,
+    _cost,
     marginal_stock_costs,
     max_over_mean,
     stock_cost,
-    stock_totals,
 )
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
@@ -72,9 +73,9 @@ def test_bytes_of_stock_types() -> None:
         "column_wise": {"ids": (200 * 8 + 100 * 4) / 2, "rows": pooled / 2},
     }
     for kind, sent in expected.items():
-        cost = stock_cost(kind, stock_totals(kind, [work]), WIRE, 2)
+        cost = stock_cost(kind, [work], WIRE, 2)
         assert cost.sent_bytes == pytest.approx({**sent, "gradients": sent["rows"]}), kind
-    whole = stock_cost("data_parallel", stock_totals("data_parallel", [work]), WIRE, 2)
+    whole = stock_cost("data_parallel", [work], WIRE, 2)
     assert whole.sent_bytes == pytest.approx({"gradients": 100 * 16 * 4})
 
 
@@ -91,13 +92,14 @@ def test_marginal_costs_are_what_leaving_a_table_out_saves() -> None:
     curves = CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2)
     for kind in STOCK_TYPES:
         uneven = max_over_mean(kind, [work.load for work in works], 2)
-        added = [costs[kind] for costs in marginal_stock_costs(works, curves, 2)]
-        steps = [
-            stock_cost(kind, stock_totals(kind, some), curves, 2, uneven=uneven).total_ms
+        totals = [
+            StockTotals.sum(StockTotals.from_table(kind, work) for work in some)
             for some in (works, works[1:])
         ]
-        assert added[0].total_ms == pytest.approx(steps[0] - steps[1])
-        assert all(cost.total_ms > 0 for cost in added)
+        added = [costs[kind] for costs in marginal_stock_costs(works, curves, 2)]
+        steps = [_cost(kind, some, uneven, curves, 2).exposed_ms for some in totals]
+        assert added[0].exposed_ms == pytest.approx(steps[0] - steps[1])
+        assert all(cost.exposed_ms > 0 for cost in added)
 
 
 def test_memory_counts_homes_replicas_and_state() -> None:

@@ -9,12 +9,11 @@ from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.hot_cold import (
     HotColdTotals,
     exchange_bytes,
-    hot_cold_cost,
-    sum_hot_cold,
+    exchange_times,
 )
 from torchrec_picasso.cost.local import DenseTimes, LocalCosts, SideCosts
 from torchrec_picasso.cost.step_price import StepPricer, _first_used, _shares
-from torchrec_picasso.cost.stock import stock_cost, stock_totals
+from torchrec_picasso.cost.stock import stock_cost
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
@@ -83,11 +82,10 @@ def test_homes_update_distinct_rows_once() -> None:
     local = dataclasses.replace(FREE, hot_cold=SideCosts())
     per_row = dataclasses.replace(local.hot_cold.backward, update_ns=1000)
     local = dataclasses.replace(local, hot_cold=SideCosts(backward=per_row))
-    cost = hot_cold_cost(totals, network(local=local), 2)
-    assert cost.backward_compute_ms == pytest.approx(totals.updated * 1e-3)
+    assert exchange_times(totals, local).update_ms == pytest.approx(totals.updated * 1e-3)
     # a hot row is updated on every rank
-    hot = hot_cold_cost(HotColdTotals.from_table(of, ROWS), network(local=local), 2)
-    assert hot.backward_compute_ms == pytest.approx(of.split(ROWS).hot_touched * 1e-3)
+    hot = exchange_times(HotColdTotals.from_table(of, ROWS), local)
+    assert hot.update_ms == pytest.approx(of.split(ROWS).hot_touched * 1e-3)
 
 
 def test_bags_send_lookups_lengths_and_pooled_vectors() -> None:
@@ -109,22 +107,22 @@ def test_bags_send_lookups_lengths_and_pooled_vectors() -> None:
 
 def test_bags_are_never_fetched_ahead() -> None:
     # nothing of them is clean: all of it is exposed where steps meet, or hidden under parts
-    bags = sum_hot_cold([HotColdTotals.from_table(work(pooling=2), 0, "bags")] * 20)
+    bags = HotColdTotals.sum([HotColdTotals.from_table(work(pooling=2), 0, "bags")] * 20)
     dense = DenseTimes.from_total(500.0)
-    pricer = StepPricer(network(0.02, local=FREE), 2, dense)
-    whole, cut = (
-        pricer.price(bags, micro_batch_counts=[1]),
-        pricer.price(bags, micro_batch_counts=[8]),
-    )
+    curves = network(0.02, local=FREE)
+    whole, cut = (StepPricer(curves, 2, dense, [k]).price(bags) for k in (1, 8))
     assert whole.step_ms > dense.total_ms + 0.9 * whole.wire_ms
     assert cut.step_ms < dense.total_ms + 0.3 * whole.wire_ms
 
 
 def test_dense_work_hides_the_exchange_and_more_parts_hide_more() -> None:
-    totals = sum_hot_cold([HotColdTotals.from_table(work(0.6), 0)] * 20)
+    totals = HotColdTotals.sum([HotColdTotals.from_table(work(0.6), 0)] * 20)
     idle = StepPricer(network(0.005), 2)
-    busy = StepPricer(network(0.005), 2, DenseTimes.from_total(2000.0))
-    added_ms = {k: busy.price(totals, micro_batch_counts=[k]).step_ms for k in (1, 4, 8)}
+    dense = DenseTimes.from_total(2000.0)
+    busy = StepPricer(network(0.005), 2, dense)
+    added_ms = {
+        k: StepPricer(network(0.005), 2, dense, [k]).price(totals).step_ms for k in (1, 4, 8)
+    }
     assert added_ms[1] > added_ms[4] > added_ms[8]
     best = busy.price(totals)
     assert best.num_micro_batches > 1
@@ -133,7 +131,7 @@ def test_dense_work_hides_the_exchange_and_more_parts_hide_more() -> None:
 
 
 def test_a_message_takes_its_share_of_the_core() -> None:
-    totals = sum_hot_cold([HotColdTotals.from_table(work(0.6), 0)] * 20)
+    totals = HotColdTotals.sum([HotColdTotals.from_table(work(0.6), 0)] * 20)
     dense = DenseTimes.from_total(800.0)
     free = StepPricer(network(0.02, core_ns=0.0), 2, dense).price(totals)
     taken = StepPricer(network(0.02, core_ns=50.0), 2, dense).price(totals)  # 20 MB/s: all of it
@@ -142,24 +140,24 @@ def test_a_message_takes_its_share_of_the_core() -> None:
 
 def test_stock_tables_beside_the_exchange_are_exposed() -> None:
     works = [work(0.6) for _ in range(20)]
-    stock = stock_cost("table_wise", stock_totals("table_wise", works), network(), 2)
+    stock = stock_cost("table_wise", works, network(), 2)
     pricer = StepPricer(network(), 2, DenseTimes.from_total(1000.0))
-    totals = sum_hot_cold(HotColdTotals.from_table(of_table, 0) for of_table in works)
+    totals = HotColdTotals.sum(HotColdTotals.from_table(of_table, 0) for of_table in works)
     alone, beside = pricer.price(totals), pricer.price(totals, stock)
-    waits_ms = stock.forward_comms_ms + stock.backward_comms_ms
+    waits_ms = stock.forward_wire_ms + stock.backward_wire_ms
     assert beside.step_ms >= alone.step_ms + waits_ms
 
 
 def test_stock_alone_hides_its_ids_only() -> None:
     works = [work(0.6) for _ in range(20)]
     curves = network()
-    stock = stock_cost("table_wise", stock_totals("table_wise", works), curves, 2)
+    stock = stock_cost("table_wise", works, curves, 2)
     dense = DenseTimes.from_total(50.0, parameter_bytes=1e6)
     price = StepPricer(curves, 2, dense).price(HotColdTotals(), stock)
     reduce_ms = curves.ms("all_reduce", 1e6)
     assert price.step_ms == pytest.approx(stock.exposed_ms + 50 + reduce_ms)
     assert price.num_micro_batches == 1
-    busy_wire = dataclasses.replace(stock, input_dist_wire_ms=1e4, input_dist_ms=1e4)
+    busy_wire = dataclasses.replace(stock, ids_wire_ms=1e4)
     longer = StepPricer(curves, 2, dense).price(HotColdTotals(), busy_wire)
     assert longer.step_ms == pytest.approx(longer.wire_ms)
 

@@ -17,7 +17,7 @@ from torchrec import (
 )
 
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, TableCounts
-from torchrec_picasso.frequency.counts import lookup_counter
+from torchrec_picasso.frequency.counts import MAX_ROWS_COUNTED, LookupCounter
 
 META = torch.device("meta")
 ROWS = {"small": 3, "large": 40}
@@ -101,12 +101,14 @@ def table_of(num_embeddings: int | None) -> ModelTable:
 
 
 def counted(
-    chunks: Iterable[Sequence[int] | np.ndarray], num_embeddings: int | None, **budget: int
+    chunks: Iterable[Sequence[int] | np.ndarray],
+    num_embeddings: int | None,
+    max_rows_counted: int = MAX_ROWS_COUNTED,
 ) -> TableCounts:
     """What an accumulator makes of the chunks."""
-    counter = lookup_counter(table_of(num_embeddings), **budget)
+    counter = LookupCounter(table_of(num_embeddings), max_rows_counted)
     for chunk in chunks:
-        counter.add(torch.tensor(np.asarray(chunk, dtype=np.int64)))
+        counter.add(np.asarray(chunk, dtype=np.int64))
     return counter.result()
 
 

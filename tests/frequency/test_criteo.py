@@ -19,7 +19,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec_picasso.app.zoo.data.criteo import hash_ids
 from torchrec_picasso.app.zoo.data.criteo_files import read_criteo
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, select_hot_rows
-from torchrec_picasso.frequency.counts import lookup_counter
+from torchrec_picasso.frequency.counts import LookupCounter
 
 FEATURES = [f"c{i + 1}" for i in range(26)]
 # Criteo Terabyte as published, large tables cut to 40 million rows (MLPerf DLRM v1)
@@ -80,13 +80,12 @@ def test_cold_rows_of_the_other_half_are_foretold(num_hot: int, criteo_path: Pat
     counts = {}
     for column, (name, rows) in enumerate(TABLES.items()):
         table = ModelTable(name=name, num_embeddings=rows, feature_names=(name,))
-        counter = lookup_counter(table)
-        counter.add(torch.from_numpy(seen_NF[:, column].copy()))
+        counter = LookupCounter(table)
+        counter.add(seen_NF[:, column])
         counts[name] = counter.result()
     hot = select_hot_rows(TABLES, num_hot, FrequencyStats(tables=counts))
     foretold = sum(
-        counts[name].spectrum().expected_cold(BATCH_SIZE, rows.numel())
-        for name, rows in hot.items()
+        counts[name].spectrum.expected_cold(BATCH_SIZE, rows.numel()) for name, rows in hot.items()
     )
     starts = range(0, len(later_NF) - BATCH_SIZE + 1, BATCH_SIZE)
     found = np.mean(

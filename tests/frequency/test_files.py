@@ -15,7 +15,6 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from tests.frequency.samples import META, as_dict
 from torchrec_picasso.errors import InputError, PicassoError
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, collect
-from torchrec_picasso.frequency.collect import num_samples_of
 
 USER = ModelTable(name="users", num_embeddings=100, feature_names=("user",))
 ITEM = ModelTable(name="goods", num_embeddings=50, feature_names=("item", "liked"))
@@ -150,7 +149,6 @@ def test_several_files_count_like_one(tmp_path: Path) -> None:
         for start, kind in ((0, pa.int64()), (20, pa.int16()), (40, pa.uint64()), (50, pa.int8()))
     ]
     assert FrequencyStats.from_files(parts, [USER]) == FrequencyStats.from_files(str(whole), [USER])
-    assert num_samples_of(whole) == 50
 
 
 def test_progress_is_told_every_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

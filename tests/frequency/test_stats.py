@@ -48,10 +48,10 @@ def test_merge_unites_tables() -> None:
 
 def test_merge_refuses_another_model() -> None:
     one, two = make_stats({"a": 3}, {}), make_stats({"a": 4}, {})
-    with pytest.raises(PlanError, match="different models: table 'a' has rows 3 and 4"):
+    with pytest.raises(PlanError, match="different models: table 'a' has num_embeddings 3 and 4"):
         one.merge(two)
     renamed = FrequencyStats(tables={"a": replace(one.tables["a"], feature_names=("g",))})
-    with pytest.raises(PlanError, match=r"table 'a' has features \('f',\) and \('g',\)"):
+    with pytest.raises(PlanError, match=r"table 'a' has feature_names \('f',\) and \('g',\)"):
         one.merge(renamed)
 
 

@@ -84,7 +84,7 @@ def test_hot_counts_are_near_the_best_of_all_sizes(
 
     def ms(counts: list[int]) -> float:
         forms = dict.fromkeys(range(len(works)), "rows")
-        plan = price_plan(works, forms, dict(enumerate(counts)), [None] * len(works), prices)  # type: ignore[arg-type]
+        plan = price_plan(works, forms, dict(enumerate(counts)), {}, prices)  # type: ignore[arg-type]
         return plan.step.step_ms
 
     sizes = [0, 10, 50, 200, 1000, 3000, 8000, 20_000]
@@ -128,7 +128,7 @@ def test_uniform_ids_stay_stock_where_nothing_is_saved() -> None:
     assert choice.hot_cold == (False,) * 4
     assert choice.num_hot == (0,) * 4
     assert choice.stock is not None
-    assert (choice.cost, choice.step) == (choice.stock.cost, choice.stock.step)
+    assert (choice.sent_bytes, choice.step) == (choice.stock.sent_bytes, choice.stock.step)
 
 
 def test_work_to_hide_under_lets_even_distinct_rows_travel() -> None:
@@ -178,13 +178,14 @@ def test_forms_are_near_the_best_of_all() -> None:
         network = curves(gbytes_per_s=gbytes_per_s, reduce_gbytes_per_s=gbytes_per_s)
         prices = pricer(network, dense_ms)
         choice = choose(may_take_bags(works), prices)
+        assert choice.stock is not None
         every = itertools.product((None, "rows", "bags"), repeat=len(works))
         times = {
             forms: price_plan(
                 works,
                 {i: form for i, form in enumerate(forms) if form},  # type: ignore[misc]
                 {},
-                choice.stock_types,
+                dict(enumerate(choice.stock.stock_types)),
                 prices,
             ).step.step_ms
             for forms in every

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from tests.frequency.test_criteo import FEATURES, ROWS
 from torchrec_picasso.app.zoo.data.criteo import hash_ids
@@ -12,7 +11,7 @@ from torchrec_picasso.app.zoo.data.criteo_files import read_criteo
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.table_work import TableLoad
 from torchrec_picasso.frequency import FrequencyStats, ModelTable
-from torchrec_picasso.frequency.counts import lookup_counter
+from torchrec_picasso.frequency.counts import LookupCounter
 from torchrec_picasso.planner.choice import TableInfo
 from torchrec_picasso.planner.decision import Decision, decide
 
@@ -31,8 +30,8 @@ def halves(criteo_path: Path) -> tuple[np.ndarray, np.ndarray]:
 def stats(halves: tuple[np.ndarray, np.ndarray]) -> FrequencyStats:
     tables = {}
     for column, (name, rows) in enumerate(zip(FEATURES, SIZES.tolist())):
-        counter = lookup_counter(ModelTable(name=name, num_embeddings=rows, feature_names=(name,)))
-        counter.add(torch.from_numpy(halves[0][:, column].copy()))
+        counter = LookupCounter(ModelTable(name=name, num_embeddings=rows, feature_names=(name,)))
+        counter.add(halves[0][:, column])
         tables[name] = counter.result()
     return FrequencyStats(tables=tables, num_samples=len(halves[0]))
 
@@ -46,7 +45,7 @@ def _decided(stats: FrequencyStats, world_size: int, num_hot: int) -> Decision:
                 dim=16,
                 lookups=BATCH_SIZE,
                 bags=BATCH_SIZE,
-                spectrum=counts.spectrum(),
+                spectrum=counts.spectrum,
             )
         )
         for name, counts in stats.tables.items()
@@ -68,9 +67,10 @@ def test_homes_are_asked_for_evenly(
     assert decision.homes.max_over_mean <= 1.1
     incoming_W = np.zeros(world_size)
     num_batches = len(halves[1]) // BATCH_SIZE
-    for column, name in enumerate(FEATURES):
-        ends_W = np.cumsum(decision.block_rows[name])
-        hot = decision.hot_sets[name].numpy()
+    for column, placement in enumerate(decision.placements):
+        assert placement is not None
+        ends_W = np.cumsum(decision.block_rows[column])
+        hot = placement.hot_rows.numpy()
         for batch in np.split(halves[1][: num_batches * BATCH_SIZE, column], num_batches):
             cold = np.setdiff1d(batch, hot)
             homes = np.searchsorted(ends_W, cold, side="right")

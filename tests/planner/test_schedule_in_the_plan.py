@@ -71,7 +71,7 @@ def test_all_tables_say_the_micro_batches_that_the_plan_was_priced_for() -> None
     # where somebody else names the rows, the price is still known
     given, plan = planned(Towers(), curves=SLOW, constraints=POOLING, hot_rows=0, dense_ms=2000.0)
     found = {of.num_micro_batches for of in params(plan).values()}
-    assert found == {given.decision.num_micro_batches} != {None}
+    assert found == {given.decision.step.num_micro_batches} != {None}
 
 
 def test_without_curves_a_plan_of_given_rows_says_nothing_of_micro_batches() -> None:
@@ -115,7 +115,7 @@ def test_bags_are_placed_on_the_rank_that_pools_them() -> None:
     summary = summarize(planner.decision)
     assert summary["bag_tables"] == 2
     assert summary["step_ms"] < 0.8 * summarize(rows_planner.decision)["step_ms"]
-    assert summary["sent_bytes"] == pytest.approx(planner.decision.cost.total_bytes)
+    assert summary["sent_bytes"] == pytest.approx(sum(planner.decision.sent_bytes.values()))
 
 
 def _asking(**forms: HotColdParams) -> dict[str, ParameterConstraints]:
@@ -208,7 +208,7 @@ def test_tables_behind_feature_processors_take_rows_alone() -> None:
         "feature processors weight its lookups on the rank of the batch"
     }
     chosen, plan = _processed(curves=SLOW, constraints=either)
-    assert all(fact.may_be_hot_cold for fact in chosen.decision.tables)
+    assert all(fact.not_hot_cold is None for fact in chosen.decision.tables)
     _, plan = _processed(curves=SLOW)
     assert not params(plan)
     bags = ParameterConstraints(cache_params=HotColdParams(form="bags"))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
 
-from tests.planner.samples import AbleSharder, Model, stats, topology
+from tests.planner.samples import ROWS, AbleSharder, Model, stats, topology
 from torchrec_picasso.cost.table_work import TableLoad
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
@@ -77,14 +77,17 @@ def test_every_module_has_waves_of_its_own() -> None:
         hot_rows=0,
         num_waves=2,
     )
-    assert decision.waves == {"a": 0, "b": 1, "c": 0, "d": 1}
+    assert [of.wave for of in decision.placements if of] == [0, 1, 0, 1]
 
 
-def test_tables_that_share_a_name_have_no_waves() -> None:
+def test_tables_that_share_a_name_have_waves_too() -> None:
     model = nn.ModuleList([Model().pooled, Model().pooled])
     planner = hot_cold_planner(topology(), hot_rows=0, batch_size=4, num_waves=2)
-    with pytest.raises(PlanError, match=r"num_waves is 2, but .* give each table its own name"):
-        planner.plan(model, [AbleSharder()])
+    plan = planner.plan(model, [AbleSharder()])
+    for path in ("0", "1"):
+        placed = plan.plan[path].values()  # type: ignore[attr-defined]
+        assert {sharding.cache_params.wave for sharding in placed} == {0, 1}
+    assert list(planner.explain()["table"]) == [*ROWS, *ROWS]
 
 
 def test_waves_of_constraints_are_not_kept() -> None:

@@ -1,5 +1,6 @@
 """State and changes that are hard to see; each attack has a twin that is proved."""
 
+import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -7,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -69,6 +70,16 @@ def _tick_object() -> None:
     _TICKS.num_calls += 1
 
 
+class _HasSeen(Protocol):
+    seen: list[int]
+
+
+class _Notes(_HasSeen):
+    """A class whose own class is one of the typing module's."""
+
+    seen: list[int] = []  # noqa: RUF012
+
+
 class _Pair(_Ticks, tuple):  # type: ignore[type-arg]
     """A tuple that counts."""
 
@@ -82,6 +93,14 @@ class _Names(frozenset):  # type: ignore[type-arg]
         self.seen: list[int] = []
 
 
+class _Reference(weakref.ref):  # type: ignore[type-arg]
+    """A reference with attributes."""
+
+
+class _Log(logging.Logger):
+    """A logger with attributes."""
+
+
 class _Mode(Enum):
     """A choice whose value and attribute can be changed."""
 
@@ -89,6 +108,7 @@ class _Mode(Enum):
 
     def __init__(self, steps: list[int]) -> None:
         self.later: list[int] = []
+        self._hidden: list[int] = []
 
 
 def _noted() -> None:
@@ -111,7 +131,9 @@ class _Hidden(Head):
         super().__init__()
         self.state, self.equal, self.distance = _State(), _AlwaysEqual(n=0), _Distance()
         self.pair, self.number, self.freed = _Pair((1,)), _Number(1), [0]
-        self.names, self.ordered = _Names("ab"), OrderedDict(n=0)
+        self.names, self.ordered, self.notes = _Names("ab"), OrderedDict(n=0), _Notes()
+        self.reference, self.log = _Reference(_TICKS), _Log("log")
+        vars(self.reference)["seen"], vars(self.log)["seen"] = [], []
         self.mode, self.noted, self.call = _Mode.FAST, _noted, partial(_tick)
         vars(self.call)["seen"] = []
         assert isinstance(self.pair, _Pair)
@@ -120,8 +142,15 @@ class _Hidden(Head):
     def count(self) -> int:
         freed: Any = sum(self.freed)
         values = (self.state.step, self.equal["n"], self.pair.num_calls, self.number.num_calls)
-        later = [*self.names.seen, *self.ordered.values(), _TICKS.num_calls]
-        later += [*self.mode.value, *self.mode.later, *vars(_noted)["seen"], *self.call.seen]
+        later = [*vars(self.reference)["seen"], *vars(self.log)["seen"]]
+        later += [*self.names.seen, *self.notes.seen, *self.ordered.values(), _TICKS.num_calls]
+        later += [
+            *self.mode.value,
+            *self.mode.later,
+            *self.mode._hidden,
+            *vars(_noted)["seen"],
+            *self.call.seen,
+        ]
         return sum(values) + freed + NUM_CALLS + COUNTS["calls"] + sum(later)
 
 
@@ -179,7 +208,17 @@ _WRITES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an attribute of a set": (lambda head: head.names.seen.append(1), "head.names"),
     "the value of an enumeration": (lambda head: head.mode.value.append(1), "head.mode"),
     "an attribute of an enumeration": (lambda head: head.mode.later.append(1), "head.mode"),
+    "a class with a protocol": (lambda head: head.notes.seen.append(1), "the class _Notes.seen"),
+    "a hidden attribute of an enumeration": (
+        lambda head: head.mode._hidden.append(1),
+        "head.mode",
+    ),
     "an attribute of a function": (lambda head: head.noted.seen.append(1), "_noted.seen"),
+    "an attribute of a reference": (
+        lambda head: head.reference.seen.append(1),
+        "head.reference.seen",
+    ),
+    "an attribute of a logger": (lambda head: head.log.seen.append(1), "head.log.seen"),
     "an attribute of a partial": (lambda head: head.call.seen.append(1), "head.call.seen"),
     "an ordered dictionary": (lambda head: head.ordered.update(m=1), "head.ordered"),
 }
@@ -193,6 +232,11 @@ _STATES = {
         "after the forward",
     ),
     "globals by getattr": (_by_globals, "attributes past its own"),
+    "a dictionary of every module": (
+        doing(lambda head: head._state_dict_hooks.update(n=1)),
+        "takes _state_dict_hooks",
+    ),
+    "annotations": (doing(lambda head: head.__annotations__.update(n=1)), "takes __annotations__"),
     "a refusal that is caught": (_catches, "a plain number"),
     "a write that is caught": (_catches_write, "writes .num_calls of another object"),
     "a refusal with a finally": (_at_last, "a plain number"),

@@ -76,9 +76,9 @@ def _grads_of(rows: BatchRows, part: int) -> tuple[list[Tensor], list[Tensor]]:
     given = rows.acquire(part, lambda _: None)
     pooled, grads = [], []
     for place, (matrix, pooling) in enumerate(zip(given.arrive(), given.pooling_M)):
-        pooled.append(pool_rows(matrix, None, pooling.part.index))
+        pooled.append(pool_rows(matrix, None, pooling.index))
         upstream = _upstream(100 * part + place, *pooled[-1].shape)
-        grads.append(gradient_of_rows(upstream, None, pooling.part.index))
+        grads.append(gradient_of_rows(upstream, None, pooling.index))
     return pooled, grads
 
 

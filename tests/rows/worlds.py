@@ -141,8 +141,9 @@ def fill_replicas(world: World) -> None:
         hot = {}
         for storage in storages:
             homes = storage.hot_homes
-            own = storage.tables.weights.homes[homes.own_rows_h]
-            hot |= dict(zip(homes.own_slots().tolist(), own))
+            (slots,) = (homes.own_row_H >= 0).nonzero(as_tuple=True)
+            own = storage.tables.weights.homes[homes.own_row_H[slots]]
+            hot |= dict(zip(slots.tolist(), own))
         for storage in storages:
             for slot, row in hot.items():
                 storage.tables.weights.replicas[slot] = row

@@ -59,8 +59,7 @@ def test_a_trial_begins_with_what_the_plan_says_and_ends_with_the_fastest(
 
 def test_a_plan_that_says_nothing_or_what_is_not_allowed_changes_nothing() -> None:
     for first in (None, 3, 16):
-        choice = SettingChoice(candidates(None, None), first)
-        choice.narrow(512, is_interleaved=True)
+        choice = SettingChoice(candidates(None, None, 512), first)
         assert choice.current.num_micro_batches == 2  # whole batches are next
     given = SettingChoice(candidates(4, True), 8)
     assert given.is_settled
@@ -70,8 +69,7 @@ def test_a_plan_that_says_nothing_or_what_is_not_allowed_changes_nothing() -> No
 def test_what_a_plan_is_priced_for_may_run() -> None:
     for num_samples, most in ((4096, 16), (512, 8), (511, 4), (10, 1)):
         assert pieces_for(num_samples)[-1] == most
-        choice = SettingChoice(candidates(None, None), most)
-        choice.narrow(num_samples, is_interleaved=True)
+        choice = SettingChoice(candidates(None, None, num_samples), most)
         assert choice.current.num_micro_batches == most
 
 
@@ -163,15 +161,11 @@ def test_what_is_given_is_not_tried() -> None:
 
 def test_what_an_earlier_run_chose_is_taken_where_it_is_allowed() -> None:
     chosen = Setting(8, lookahead=True)
-    choice = SettingChoice(candidates(None, None))
-    choice.settle_on(chosen)
-    choice.narrow(4096, is_interleaved=True)
+    choice = SettingChoice(candidates(None, None, 4096), known=chosen)
     assert choice.is_settled
     assert choice.current == chosen
     assert str(choice) == "8 micro-batches with lookahead, as an earlier run chose"
-    small = SettingChoice(candidates(None, None))
-    small.settle_on(chosen)
-    small.narrow(128, is_interleaved=True)
+    small = SettingChoice(candidates(None, None, 128), known=chosen)
     assert not small.is_settled
     given = SettingChoice(candidates(2, None))
     given.settle_on(chosen)
@@ -191,15 +185,13 @@ def test_what_an_earlier_run_chose_is_taken_where_it_is_allowed() -> None:
 def test_what_cannot_win_is_not_tried(
     num_samples: int, is_interleaved: bool, pieces: list[int]
 ) -> None:
-    choice, seen = SettingChoice(candidates(None, None)), []
-    choice.narrow(num_samples, is_interleaved)
+    choice, seen = SettingChoice(candidates(None, None, num_samples, is_interleaved)), []
     if not choice.is_settled:
         settle(choice, lambda setting: seen.append(setting) or 1.0 / setting.num_micro_batches)
     assert {setting.num_micro_batches for setting in seen} <= set(pieces)
     assert choice.current.num_micro_batches == pieces[-1]
     assert choice.is_settled
-    given = SettingChoice(candidates(8, True))
-    given.narrow(num_samples, is_interleaved)
+    given = SettingChoice(candidates(8, True, num_samples, is_interleaved))
     assert given.current.num_micro_batches == 8
 
 

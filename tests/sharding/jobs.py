@@ -39,10 +39,10 @@ from torchrec_picasso import (
     HotColdEmbeddingCollectionSharder,
     HotColdParams,
 )
-from torchrec_picasso.sharding.lookup import HotColdPooledLookup, HotColdSequenceLookup
+from torchrec_picasso.sharding.in_backward import HotColdPooledLookup, HotColdSequenceLookup
 from torchrec_picasso.storage import row_storage
-from torchrec_picasso.storage.memory_layout import MemoryLayout, choose_memory
 from torchrec_picasso.storage.row_storage import RowStorage
+from torchrec_picasso.storage.row_tables import MemoryLayout, choose_memory
 
 RTOL, ATOL = 1e-4, 2e-5
 """Sums of float32 in another order, amplified by a few steps of training."""

@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from torchrec_picasso import CompatError
 from torchrec_picasso._torchrec import ComputeDevice, EmbeddingLocation
-from torchrec_picasso.storage.memory_layout import choose_memory
+from torchrec_picasso.storage.row_tables import choose_memory
 
 FUSED, UVM = EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM
 HOST, DEVICE, MANAGED = (

@@ -71,7 +71,7 @@ def one_update_per_row(two_tables: bool) -> None:
             rows_n = torch.tensor([1, 7, 1, 8], dtype=torch.int32)
             storage.update(rows_n, storage.hot_homes.touched(torch.tensor([2])), grads_mD.clone())
             summed = {1: grads_mD[0] + grads_mD[2], 7: grads_mD[1], 8: grads_mD[3]}
-            home_of_2 = int(storage.hot_homes.own_rows_h[2])
+            home_of_2 = int(storage.hot_homes.own_row_H[2])
             for row in (NUM_HOME + 2, home_of_2):
                 summed[row] = grads_mD[4]
             for row, grad_D in summed.items():
@@ -86,7 +86,7 @@ def one_update_per_row(two_tables: bool) -> None:
 def life_of_a_replica(two_tables: bool) -> None:
     kernel = _kernel(dataclasses.replace(JOB, two_tables=two_tables))
     storage = kernel.rows
-    own = storage.hot_homes.own_rows_h
+    own = storage.hot_homes.own_row_H
     homes, replicas = storage._homes, storage._replicas
     assert (homes.shape, replicas.shape) == ((NUM_HOME, 4), (NUM_HOT, 4))
     assert torch.equal(homes[own], replicas)

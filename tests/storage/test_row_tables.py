@@ -10,8 +10,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import DataType
 
 from tests.storage.test_memory_layout import config_of
-from torchrec_picasso.storage.memory_layout import choose_memory
-from torchrec_picasso.storage.row_tables import HomesAndReplicas, RowTables
+from torchrec_picasso.storage.row_tables import HomesAndReplicas, RowTables, choose_memory
 
 CPU = torch.device("cpu")
 NUM_HOT = 5

@@ -16,8 +16,7 @@ from torchrec.modules.embedding_configs import DataType
 from tests.storage.test_memory_layout import config_of
 from tests.support.dense_updates import OPTIMIZERS, DenseUpdate
 from torchrec_picasso.storage import row_tables, row_updates
-from torchrec_picasso.storage.memory_layout import choose_memory
-from torchrec_picasso.storage.row_tables import RowTables
+from torchrec_picasso.storage.row_tables import RowTables, choose_memory
 from torchrec_picasso.storage.row_updates import ONLY_HERE, row_update, row_wise_adagrad
 
 CPU = torch.device("cpu")

@@ -19,8 +19,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import DataType
 
 from tests.storage.test_memory_layout import config_of
-from torchrec_picasso.storage.memory_layout import choose_memory
-from torchrec_picasso.storage.row_tables import RowTables
+from torchrec_picasso.storage.row_tables import RowTables, choose_memory
 
 CPU = torch.device("cpu")
 ROWS, DIM, LOOKUPS = 12, 8, 5

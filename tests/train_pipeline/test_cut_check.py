@@ -230,7 +230,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[Cuts, list[Any]]:
     """Cuts whose clock counts its stamps, and the spans that they record."""
     cuts, spans, ticks = Cuts(None, None, torch.device("cpu")), [], count()
     cuts._evidence = SimpleNamespace(taken=SimpleNamespace(pg=None))  # type: ignore[assignment]
-    cuts._clock = SimpleNamespace(stamp=lambda: next(ticks))  # type: ignore[assignment]
+    monkeypatch.setattr(cuts._clock, "stamp", lambda: next(ticks))
     monkeypatch.setattr(cuts._choice, "note_step", lambda _, span, *__: spans.append(span))
     return cuts, spans
 

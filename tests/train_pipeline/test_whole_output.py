@@ -70,7 +70,7 @@ def test_a_part_is_written_into_without_a_trace_in_the_others() -> None:
         rows = whole.part(SIZES, index).values()
         rows *= 3
         rows.sum().backward()
-    torch.testing.assert_close(whole.part([4], 0).values(), values)
+    torch.testing.assert_close(whole.value.values(), values)
     whole.backward()
     torch.testing.assert_close(source.grad, torch.full((4, 2), 6.0))
 
@@ -93,10 +93,9 @@ class _Odd:
     "output", [_Odd(), torch.zeros(3, 2), KeyedJaggedTensor([], torch.zeros(0), torch.zeros(0))]
 )
 def test_what_cannot_be_cut_is_handed_out_whole_or_refused_by_name(output: Any) -> None:
-    whole = FullBatchOutput(output, "m")
-    assert type(whole.part([4], 0)) is type(output)
+    assert type(FullBatchOutput(output, "m").part([4], 0)) is type(output)
     if not isinstance(output, KeyedJaggedTensor):
         named = f"module m returns a {type(output).__name__}, which cannot be cut"
         with pytest.raises(CompatError, match=re.escape(named) + ".*use num_micro_batches=1") as e:
-            whole.part(SIZES, 0)
+            FullBatchOutput(output, "m").part(SIZES, 0)
         assert "split_batch=" not in str(e.value)  # that is for batches

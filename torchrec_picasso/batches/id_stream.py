@@ -25,17 +25,18 @@ __all__ = ["IdStream"]
 
 
 class IdStream:
-    """The stream of ids, and the stream that copies batches; ``None`` = the device has none."""
+    """The stream of ids, and the stream that copies batches."""
 
     def __init__(self, stream: torch.Stream | None, copy_stream: torch.Stream | None) -> None:
-        self._stream = stream
+        self.stream = stream
+        """The stream of ids; ``None`` = the device has none."""
         self._copy_stream = copy_stream
 
     def working(self) -> AbstractContextManager[Any]:
         """Context in which kernels are queued on this stream."""
-        if self._stream is None:
+        if self.stream is None:
             return nullcontext()
-        return torch.get_device_module(self._stream.device).stream(self._stream)
+        return torch.get_device_module(self.stream.device).stream(self.stream)
 
     def take_batch(self, batch: Any) -> None:
         """Makes this stream wait for the copy of a batch. Call it inside :meth:`working`."""
@@ -46,21 +47,21 @@ class IdStream:
 
         Call it outside :meth:`working`.
         """
-        if self._stream is None:
+        if self.stream is None:
             return
-        self._stream.wait_stream(torch.get_device_module(self._stream.device).current_stream())
+        self.stream.wait_stream(torch.get_device_module(self.stream.device).current_stream())
         for tensor in tensors:
-            tensor.record_stream(self._stream)
+            tensor.record_stream(self.stream)
 
     def hand_over(self, batches: Iterable[Any], tensors: Iterable[Tensor]) -> None:
         """Makes tensors of this stream, and batches that it took or split, safe to read elsewhere.
 
         Call it outside :meth:`working`.
         """
-        if self._stream is None:
+        if self.stream is None:
             return
-        computing = torch.get_device_module(self._stream.device).current_stream()
-        computing.wait_stream(self._stream)
+        computing = torch.get_device_module(self.stream.device).current_stream()
+        computing.wait_stream(self.stream)
         for value in (*batches, *tensors):
             _record(value, computing)
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchrec.distributed.types import Awaitable
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_picasso.batches.members import children_of, rebuild
+from torchrec_picasso.batches.members import JAGGED_TYPES, children_of, made_like, rebuild
 from torchrec_picasso.batches.split import PLAIN_TYPES
 from torchrec_picasso.errors import CompatError, InputError
 
@@ -68,10 +68,8 @@ def _join(values: list[Any], path: str, sizes: list[int]) -> Any:
     members = children_of(first)
     if members is not None:
         return _join_members(values, [suffix for suffix, _ in members], path, sizes)
-    if isinstance(first, KeyedJaggedTensor):
-        return _join_kjts(values, path, sizes)
-    if isinstance(first, JaggedTensor):
-        return _join_jts(values, path, sizes)
+    if isinstance(first, JAGGED_TYPES):
+        return _join_jagged(values, path, sizes)
     if isinstance(first, KeyedTensor):
         return _join_keyed_tensors(values, path, sizes)
     if isinstance(first, Tensor):
@@ -144,44 +142,45 @@ def _join_keyed_tensors(values: list[KeyedTensor], path: str, sizes: list[int]) 
             f"{JOIN_ADVICE}"
         )
     joined = _join_tensors([value.values() for value in values], f"{path}.values()", sizes)
-    return KeyedTensor(first.keys(), first.length_per_key(), joined, key_dim=first.key_dim())
+    return made_like(first, values=joined)
 
 
-def _join_jts(values: list[JaggedTensor], path: str, sizes: list[int]) -> JaggedTensor:
-    """Joins jagged tensors, which are stored by sample: values, weights and lengths in turn."""
-    lengths = [value.lengths() for value in values]
-    _check_sizes([length.numel() for length in lengths], path, sizes)
-    return JaggedTensor(
-        values=torch.cat([value.values() for value in values]),
-        weights=torch.cat([v.weights() for v in values]) if _are_weighted(values, path) else None,
-        lengths=torch.cat(lengths),
-    )
-
-
-def _join_kjts(values: list[KeyedJaggedTensor], path: str, sizes: list[int]) -> KeyedJaggedTensor:
-    """Joins keyed jagged tensors, which are stored feature by feature, sample by sample."""
-    keys = values[0].keys()
-    if any(value.keys() != keys or value.variable_stride_per_key() for value in values):
-        raise CompatError(
-            f"{path}: expected KeyedJaggedTensors of the same keys and of one batch size for all "
-            f"keys; {JOIN_ADVICE}"
-        )
-    if not keys:
-        ids, lengths = values[0].values(), values[0].lengths()
-        return KeyedJaggedTensor(keys, ids, lengths=lengths, stride=sum(sizes))
-    _check_sizes([value.stride() for value in values], path, sizes)
-    lookups_KF = [value.length_per_key() for value in values]
+def _join_jagged(values: list[Any], path: str, sizes: list[int]) -> Any:
+    """Joins jagged tensors, which are stored feature by feature, sample by sample."""
+    first, keyed = values[0], {}
+    lookups_KF = [[value.values().size(0)] for value in values]
+    if isinstance(first, KeyedJaggedTensor):
+        if any(v.keys() != first.keys() or v.variable_stride_per_key() for v in values):
+            raise CompatError(
+                f"{path}: expected KeyedJaggedTensors of the same keys and of one batch size for "
+                f"all keys; {JOIN_ADVICE}"
+            )
+        keyed = {"stride": sum(sizes)}
+        if not first.keys():
+            return made_like(first, **keyed)
+        lookups_KF = [value.length_per_key() for value in values]
     # lengths (F * B_k,) of each micro-batch -> (F, B_k), side by side -> (F, B) -> (F * B,)
-    lengths_of_K = [value.lengths().reshape(len(keys), -1) for value in values]
+    num_features = len(lookups_KF[0])
+    lengths_of_K = [value.lengths().reshape(num_features, -1) for value in values]
+    found = [lengths.size(1) for lengths in lengths_of_K]
+    if found != sizes:
+        raise CompatError(
+            f"{path}: micro-batches gave jagged tensors of {found} samples, expected "
+            f"{sizes}; {JOIN_ADVICE}"
+        )
+    if len({value.weights_or_none() is None for value in values}) > 1:
+        raise CompatError(
+            f"{path}: some micro-batches gave weights and some did not; {JOIN_ADVICE}"
+        )
     weights_N = None
-    if _are_weighted(values, path):
+    if first.weights_or_none() is not None:
         weights_N = _interleave([value.weights() for value in values], lookups_KF)
-    return KeyedJaggedTensor(
-        keys=keys,
+    return made_like(
+        first,
         values=_interleave([value.values() for value in values], lookups_KF),
         weights=weights_N,
         lengths=torch.cat(lengths_of_K, dim=1).view(-1),
-        stride=sum(sizes),
+        **keyed,
     )
 
 
@@ -189,22 +188,3 @@ def _interleave(values_K: list[Tensor], lookups_KF: list[list[int]]) -> Tensor:
     """Reorders lookups from micro-batch by micro-batch to feature by feature, ``(N,)``."""
     views_KF = [values.split(lookups_F) for values, lookups_F in zip(values_K, lookups_KF)]
     return torch.cat([view for views_K in zip(*views_KF) for view in views_K])
-
-
-def _check_sizes(found: list[int], path: str, sizes: list[int]) -> None:
-    """Refuses jagged tensors whose numbers of samples are not those of the micro-batches."""
-    if found != sizes:
-        raise CompatError(
-            f"{path}: micro-batches gave jagged tensors of {found} samples, expected "
-            f"{sizes}; {JOIN_ADVICE}"
-        )
-
-
-def _are_weighted(values: Sequence[JaggedTensor | KeyedJaggedTensor], path: str) -> bool:
-    """Whether all jagged tensors have weights; refuses a mixture."""
-    weighted = {value.weights_or_none() is not None for value in values}
-    if len(weighted) > 1:
-        raise CompatError(
-            f"{path}: some micro-batches gave weights and some did not; {JOIN_ADVICE}"
-        )
-    return weighted.pop()

@@ -20,7 +20,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from torchrec_picasso.errors import CompatError
 
-__all__ = ["children_of", "copy_batch", "rebuild"]
+__all__ = ["JAGGED_TYPES", "arguments_of", "children_of", "copy_batch", "made_like", "rebuild"]
+
+JAGGED_TYPES = (KeyedJaggedTensor, JaggedTensor)
+"""Types that hold lookups; a JaggedTensor is stored as the lookups of one feature."""
 
 
 def children_of(value: Any) -> list[tuple[str, Any]] | None:
@@ -50,45 +53,56 @@ def rebuild(container: Any, members: Sequence[Any], path: str, advice: str) -> A
     return rebuilt
 
 
+def arguments_of(value: Any) -> dict[str, Any] | None:
+    """Lists the constructor arguments of a keyed or jagged tensor; ``None`` for anything else.
+
+    Values that the tensor cached meanwhile, perhaps on another stream, are not among them.
+    """
+    if isinstance(value, KeyedTensor):
+        return {
+            "keys": value.keys(),
+            "length_per_key": value.length_per_key(),
+            "values": value.values(),
+            "key_dim": value.key_dim(),
+        }
+    if not isinstance(value, JAGGED_TYPES):
+        return None
+    weights, lengths = value.weights_or_none(), value.lengths()
+    found = {"values": value.values(), "weights": weights, "lengths": lengths}
+    if isinstance(value, KeyedJaggedTensor):
+        found |= {"keys": value.keys(), "inverse_indices": value.inverse_indices_or_none()}
+        if value.variable_stride_per_key():
+            found["stride_per_key_per_rank"] = value.stride_per_key_per_rank()
+        else:
+            found["stride"] = value.stride()
+    return found
+
+
+def made_like(value: Any, **changes: Any) -> Any:
+    """Makes a keyed or jagged tensor like another one, with some arguments changed."""
+    kinds = (KeyedTensor, *JAGGED_TYPES)
+    kind = next(kind for kind in kinds if isinstance(value, kind))
+    return kind(**{**(arguments_of(value) or {}), **changes})
+
+
 def copy_batch(value: Any) -> Any:
     """Copies a batch, so that a model may write into it; objects that cannot be copied are shared.
 
-    Only the constructor's tensors are copied, on the current stream. Values that jagged tensors
-    cached meanwhile, perhaps on another stream, are not copied.
+    Only the constructor's tensors are copied, on the current stream.
     """
     members = children_of(value)
     if members is not None:
         copied = [copy_batch(member) for _, member in members]
         return rebuild(value, copied, "batch", "let its constructor take its own fields")
-    if isinstance(value, KeyedJaggedTensor) and not value.variable_stride_per_key():
-        inverse = value.inverse_indices_or_none()
-        return KeyedJaggedTensor(
-            keys=value.keys(),
-            values=value.values().clone(),
-            weights=_cloned(value.weights_or_none()),
-            lengths=value.lengths().clone(),
-            stride=value.stride(),
-            inverse_indices=None if inverse is None else (list(inverse[0]), inverse[1].clone()),
-        )
-    if isinstance(value, JaggedTensor):
-        return JaggedTensor(
-            values=value.values().clone(),
-            weights=_cloned(value.weights_or_none()),
-            lengths=value.lengths().clone(),
-        )
-    if isinstance(value, KeyedTensor):
-        values = value.values().clone()
-        return KeyedTensor(value.keys(), value.length_per_key(), values, key_dim=value.key_dim())
+    arguments = arguments_of(value)
+    if arguments is not None:
+        return made_like(value, **copy_batch(arguments))
     if isinstance(value, Tensor):
         return value.clone()
     try:
         return copy.deepcopy(value)
     except Exception:  # any error of a user's type
         return value
-
-
-def _cloned(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
 
 
 def _items_of(value: Any) -> list[tuple[str, Any]] | None:
@@ -164,9 +178,12 @@ def _is_same(one: Any, other: Any) -> bool:
         return one is other
     if isinstance(one, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
-    members, others = _parts_of(one), _parts_of(other)
+    members, others = (children_of(arguments_of(each) or each) for each in (one, other))
     if members is not None and others is not None:
-        return len(members) == len(others) and all(map(_is_same, members, others))
+        return len(members) == len(others) and all(
+            name == other_name and _is_same(member, other_member)
+            for (name, member), (other_name, other_member) in zip(members, others)
+        )
     if type(one).__eq__ is object.__eq__:
         return True
     try:
@@ -174,14 +191,3 @@ def _is_same(one: Any, other: Any) -> bool:
         return bool(equal.all() if hasattr(equal, "all") else equal)  # arrays compare by entry
     except Exception:  # any error of a user's type
         return False
-
-
-def _parts_of(value: Any) -> list[Any] | None:
-    """Lists the parts by which two values of a type are compared; ``None`` = use ``==``."""
-    if isinstance(value, (JaggedTensor, KeyedJaggedTensor)):
-        keys = value.keys() if isinstance(value, KeyedJaggedTensor) else None
-        return [keys, value.values(), value.lengths(), value.weights_or_none()]
-    if isinstance(value, KeyedTensor):
-        return [value.keys(), value.length_per_key(), value.values()]
-    members = children_of(value)
-    return None if members is None else [part for member in members for part in member]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from torchrec_picasso.batches.members import children_of, rebuild
+from torchrec_picasso.batches.members import JAGGED_TYPES, children_of, made_like, rebuild
 from torchrec_picasso.errors import CompatError, InputError
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "reason_of",
     "rebuild",
     "split_batch",
+    "split_output",
 ]
 
 PLAIN_TYPES = (type(None), str, bytes, Number, Enum, torch.device, torch.dtype, torch.Size)
@@ -141,10 +142,23 @@ def split_batch(batch: Any, sizes_K: Sequence[int]) -> list[Any]:
     return _cut(batch, "batch", sizes_K)
 
 
+def split_output(output: Any, sizes_K: Sequence[int], source: str) -> list[Any]:
+    """Splits what a module gave for a whole batch; CompatError begins with ``source``."""
+    try:
+        return split_batch(output, sizes_K)
+    except (CompatError, InputError) as error:
+        raise CompatError(
+            f"{source} a {type(output).__name__}, which cannot be cut into micro-batches "
+            f"({reason_of(error)}); use num_micro_batches=1"
+        ) from error
+
+
 def _check_samples(batch: Any) -> int | None:
     """Counts the samples of a batch, ``None`` = it has none, and checks that all fields agree."""
     leaves = list(_leaves(batch, "batch"))
-    counts = [_checked_samples(leaf, path) for path, leaf in leaves]
+    for path, leaf in leaves:
+        _refuse_uncuttable(leaf, path)
+    counts = [_samples_of_leaf(leaf) for _, leaf in leaves]
     expected = _deciding([(leaf, count) for (_, leaf), count in zip(leaves, counts)])
     for (path, _), count in zip(leaves, counts):
         if count not in (None, expected):
@@ -170,23 +184,29 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(member, path + suffix)
 
 
-def _checked_samples(leaf: Any, path: str) -> int | None:
-    """Counts the samples of one field; ``None`` = it has none. Refuses types without a split."""
+def _refuse_uncuttable(leaf: Any, path: str) -> None:
+    """Refuses fields that cannot be split by samples."""
+    refusal = None
     if isinstance(leaf, KeyedJaggedTensor):
-        _check_kjt(leaf, path)
+        num_features = len(leaf.keys())
+        if leaf.variable_stride_per_key() or leaf.inverse_indices_or_none() is not None:
+            refusal = (
+                "KeyedJaggedTensor with a batch size per key (variable batch), whose samples "
+                "cannot be told apart"
+            )
+        elif num_features and leaf.lengths().numel() != num_features * leaf.stride():
+            raise InputError(
+                f"{path}: {leaf.lengths().numel()} lengths, expected {num_features} features x "
+                f"{leaf.stride()} samples"
+            )
     elif isinstance(leaf, KeyedTensor) and leaf.key_dim() == 0:
-        raise CompatError(
-            f"{path}: KeyedTensor with its keys along dim 0, expected samples there; {SPLIT_ADVICE}"
-        )
+        refusal = "KeyedTensor with its keys along dim 0, expected samples there"
     elif isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
-        raise CompatError(
-            f"{path}: tensor of layout {leaf.layout}, expected a dense one; {SPLIT_ADVICE}"
-        )
+        refusal = f"tensor of layout {leaf.layout}, expected a dense one"
     elif not isinstance(leaf, (*SAMPLE_TYPES, *PLAIN_TYPES)):
-        raise CompatError(
-            f"{path}: do not know how to cut {type(leaf).__name__} by samples; {SPLIT_ADVICE}"
-        )
-    return _samples_of_leaf(leaf)
+        refusal = f"do not know how to cut {type(leaf).__name__} by samples"
+    if refusal is not None:
+        raise CompatError(f"{path}: {refusal}; {SPLIT_ADVICE}")
 
 
 def _samples_of_leaf(leaf: Any) -> int | None:
@@ -202,21 +222,6 @@ def _samples_of_leaf(leaf: Any) -> int | None:
     return None
 
 
-def _check_kjt(kjt: KeyedJaggedTensor, path: str) -> None:
-    """Refuses features with their own batch sizes, and lengths of another number."""
-    if kjt.variable_stride_per_key() or kjt.inverse_indices_or_none() is not None:
-        raise CompatError(
-            f"{path}: KeyedJaggedTensor with a batch size per key (variable batch), whose samples "
-            f"cannot be told apart; {SPLIT_ADVICE}"
-        )
-    num_features = len(kjt.keys())
-    if num_features and kjt.lengths().numel() != num_features * kjt.stride():
-        raise InputError(
-            f"{path}: {kjt.lengths().numel()} lengths, expected {num_features} features x "
-            f"{kjt.stride()} samples"
-        )
-
-
 def _cut(value: Any, path: str, sizes_K: list[int]) -> list[Any]:
     """Splits one value into K micro-batches; its samples have been counted."""
     members = children_of(value)
@@ -226,15 +231,10 @@ def _cut(value: Any, path: str, sizes_K: list[int]) -> list[Any]:
             rebuild(value, [parts_K[k] for parts_K in parts_MK], path, SPLIT_ADVICE)
             for k in range(len(sizes_K))
         ]
-    if isinstance(value, KeyedJaggedTensor):
-        return _cut_kjt(value, path, sizes_K)
-    if isinstance(value, JaggedTensor):
-        return _cut_jt(value, path, sizes_K)
+    if isinstance(value, JAGGED_TYPES):
+        return _cut_jagged(value, path, sizes_K)
     if isinstance(value, KeyedTensor):
-        return [
-            KeyedTensor(value.keys(), value.length_per_key(), values, key_dim=value.key_dim())
-            for values in _views(value.values(), sizes_K)
-        ]
+        return [made_like(value, values=part) for part in _views(value.values(), sizes_K)]
     if isinstance(value, Tensor) and value.dim():
         return _views(value, sizes_K)
     return [value] * len(sizes_K)
@@ -246,69 +246,49 @@ def _views(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [tensor.narrow(0, start, size) for start, size in zip(starts, sizes)]
 
 
-def _cut_kjt(kjt: KeyedJaggedTensor, path: str, sizes_K: list[int]) -> list[KeyedJaggedTensor]:
-    """Splits features into K micro-batches; one host sync, for all numbers of lookups."""
-    keys, values_N, weights_N = kjt.keys(), kjt.values(), kjt.weights_or_none()
-    if not keys:
-        empty = kjt.lengths()
-        return [
-            KeyedJaggedTensor(keys, values_N, weights=weights_N, lengths=empty, stride=size)
-            for size in sizes_K
-        ]
-    lengths_FB = kjt.lengths().reshape(len(keys), kjt.stride())
+def _cut_jagged(
+    value: KeyedJaggedTensor | JaggedTensor, path: str, sizes_K: list[int]
+) -> list[KeyedJaggedTensor | JaggedTensor]:
+    """Splits a jagged tensor into K micro-batches; one host sync, for all numbers of lookups.
+
+    A JaggedTensor is stored as the lookups of one feature.
+    """
+    is_keyed = isinstance(value, KeyedJaggedTensor)
+    if is_keyed and not value.keys():
+        return [made_like(value, stride=size) for size in sizes_K]
+    values_N, weights_N, lengths = value.values(), value.weights_or_none(), value.lengths()
     # lengths (F, B) -> K views (F, B_k) -> lookups by micro-batch and feature
+    lengths_FB = lengths.reshape(len(value.keys()) if is_keyed else 1, sum(sizes_K))
     lengths_FB_of_K = lengths_FB.split(sizes_K, dim=1)
     lookups_KF = torch.stack([lengths.sum(dim=1) for lengths in lengths_FB_of_K]).tolist()
     least = min(map(min, lookups_KF))
     if least < 0:
         raise InputError(f"{path}: lengths of a feature that sum to {least}, expected none below 0")
-    _check_lookups(path, sum(map(sum, lookups_KF)), values_N, weights_N)
-
-    segments_FK = [count for counts_K in zip(*lookups_KF) for count in counts_K]
+    num_lookups = sum(map(sum, lookups_KF))
+    for name, tensor in (("values", values_N), ("weights", weights_N)):
+        if tensor is not None and tensor.size(0) != num_lookups:
+            raise InputError(
+                f"{path}: {tensor.size(0)} {name}, but its lengths sum to {num_lookups}"
+            )
     # values are stored by feature and sample, so each feature has K consecutive segments
+    segments_FK = [count for counts_K in zip(*lookups_KF) for count in counts_K]
     values_of_K = _gather_segments(values_N, segments_FK, len(sizes_K))
     weights_of_K: Sequence[Tensor | None] = [None] * len(sizes_K)
     if weights_N is not None:
         weights_of_K = _gather_segments(weights_N, segments_FK, len(sizes_K))
-    return [
-        KeyedJaggedTensor(
-            keys=keys,
-            values=values,
-            weights=weights,
-            lengths=lengths.contiguous().view(-1),  # reshape would keep a strided column
-            stride=size,
-            length_per_key=lookups_F,
-        )
-        for values, weights, lengths, size, lookups_F in zip(
-            values_of_K, weights_of_K, lengths_FB_of_K, sizes_K, lookups_KF
-        )
-    ]
+    parts = []
+    for k, size in enumerate(sizes_K):
+        # reshape would keep a strided column
+        own = {"weights": weights_of_K[k], "lengths": lengths_FB_of_K[k].contiguous().view(-1)}
+        if is_keyed:
+            own |= {"stride": size, "length_per_key": lookups_KF[k]}
+        parts.append(made_like(value, values=values_of_K[k], **own))
+    return parts
 
 
 def _gather_segments(values_N: Tensor, segments_FK: list[int], num_parts: int) -> list[Tensor]:
-    """Joins segments k, K + k, 2 K + k, ... to micro-batch k; a view if it is one segment."""
+    """Joins segments k, K + k, 2 K + k, ... to micro-batch k; views if there is one feature."""
+    if len(segments_FK) == num_parts:
+        return _views(values_N, segments_FK)
     views_FK = values_N.split(segments_FK)
-    parts = [views_FK[k::num_parts] for k in range(num_parts)]
-    return [views[0] if len(views) == 1 else torch.cat(views) for views in parts]
-
-
-def _cut_jt(jagged: JaggedTensor, path: str, sizes_K: list[int]) -> list[JaggedTensor]:
-    """Splits a jagged tensor, which is stored by sample, into K micro-batches of views."""
-    values_N, weights_N = jagged.values(), jagged.weights_or_none()
-    lengths_of_K = _views(jagged.lengths(), sizes_K)
-    lookups_K = torch.stack([lengths.sum() for lengths in lengths_of_K]).tolist()
-    _check_lookups(path, sum(lookups_K), values_N, weights_N)
-    weights_of_K: Sequence[Tensor | None] = [None] * len(sizes_K)
-    if weights_N is not None:
-        weights_of_K = _views(weights_N, lookups_K)
-    return [
-        JaggedTensor(values=values, weights=weights, lengths=lengths)
-        for values, weights, lengths in zip(_views(values_N, lookups_K), weights_of_K, lengths_of_K)
-    ]
-
-
-def _check_lookups(path: str, expected: int, values_N: Tensor, weights_N: Tensor | None) -> None:
-    """Refuses values or weights whose number is not ``expected``, the sum of the lengths."""
-    for name, tensor in (("values", values_N), ("weights", weights_N)):
-        if tensor is not None and tensor.size(0) != expected:
-            raise InputError(f"{path}: {tensor.size(0)} {name}, but its lengths sum to {expected}")
+    return [torch.cat(views_FK[k::num_parts]) for k in range(num_parts)]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from itertools import pairwise
 from pathlib import Path
+from reprlib import repr as shorten
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -283,7 +284,7 @@ class CommCurves:
             version = document.pop("format_version")
             if version != _FORMAT_VERSION:
                 raise PicassoError(
-                    f"format version {_shown(version)}, expected {_FORMAT_VERSION}; "
+                    f"format version {shorten(version)}, expected {_FORMAT_VERSION}; "
                     "measure again with this release"
                 )
             curves: CommCurves = read(CommCurves, document, "curves")
@@ -291,7 +292,7 @@ class CommCurves:
         except PicassoError as error:
             raise PicassoError(f"{source} does not contain curves: {error}; {_HINT}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {_shown(str(error))}"
+            reason = f"{type(error).__name__}: {str(error)[:_LONGEST_SHOWN]}"
             raise PicassoError(f"{source} does not contain curves ({reason}); {_HINT}") from error
 
 
@@ -332,7 +333,7 @@ def _read_dataclass(kind: Any, value: Mapping[str, Any], place: str) -> Any:
     hints = get_type_hints(kind)
     unknown = value.keys() - hints.keys() - {*_FORMER_FIELDS}
     if unknown:
-        raise PicassoError(f"{place}.{_shown(min(unknown))[1:-1]} is unknown")
+        raise PicassoError(f"{place}.{shorten(min(unknown))[1:-1]} is unknown")
     known = {name: item for name, item in value.items() if name in hints}
     fields = {name: read(hints[name], item, f"{place}.{name}") for name, item in known.items()}
     try:
@@ -346,9 +347,4 @@ _SPELLED = {int: "a whole number", float: "a number", bool: "true or false", str
 
 def _expect(fits: bool, expected: str, value: Any, place: str) -> None:
     if not fits:
-        raise PicassoError(f"{place}: expected {expected}, got {_shown(value)}")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."
+        raise PicassoError(f"{place}: expected {expected}, got {shorten(value)}")

@@ -7,19 +7,19 @@ all-reduce of hot rows' gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 
-from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalCosts, LocalWork
-from torchrec_picasso.cost.step_cost import StepCost, Summable
-from torchrec_picasso.cost.table_work import TableWork
+from torchrec_picasso.cost.table_work import Summable, TableWork
 from torchrec_picasso.placement import Form
 
 __all__ = [
-    *("ExchangeTimes", "HotColdTotals", "exchange_bytes", "exchange_times", "hot_cold_cost"),
-    *("hot_cold_memory_bytes", "sum_hot_cold"),
+    "ExchangeTimes",
+    "HotColdTotals",
+    "exchange_bytes",
+    "exchange_times",
+    "hot_cold_memory_bytes",
 ]
 
 _WORD_BYTES = 8
@@ -95,11 +95,6 @@ class HotColdTotals(Summable):
         )
 
 
-def sum_hot_cold(tables: Iterable[HotColdTotals]) -> HotColdTotals:
-    """Sums the work of tables."""
-    return reduce(HotColdTotals.plus, tables, HotColdTotals())
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExchangeTimes:
     """Local work of one step on one rank, milliseconds."""
@@ -165,28 +160,6 @@ def exchange_times(
         backward_call_ms=backward_call_ms,
         sum_ms=sum_ms,
         update_ms=update_ms + packs_ms + bag_sum_ms + bag_sort_ms,
-    )
-
-
-def hot_cold_cost(
-    totals: HotColdTotals, curves: CommCurves, world_size: int, *, num_packs: int = 1
-) -> StepCost:
-    """Predicts the cost of one step of hot/cold tables, without any overlap; 0 without tables."""
-    if not totals.features:
-        return StepCost()
-    wire = exchange_bytes(totals, world_size, num_packs)
-    wire_ms = {name: curves.ms("row_exchange", wire[name], world_size) for name in wire}
-    hot_ms = curves.ms("all_reduce", wire["hot"], world_size) if wire["hot"] else 0.0
-    header_and_ids_ms = wire_ms["header"] + wire_ms["ids"]
-    local = exchange_times(totals, curves.local, num_packs=num_packs)
-    return StepCost(
-        input_dist_ms=local.ids_ms + header_and_ids_ms,
-        forward_compute_ms=local.call_ms + local.pool_ms + local.bag_pool_ms + local.gather_ms,
-        forward_comms_ms=wire_ms["rows"],
-        backward_compute_ms=local.backward_call_ms + local.sum_ms + local.update_ms,
-        backward_comms_ms=wire_ms["gradients"] + hot_ms,
-        input_dist_wire_ms=header_and_ids_ms,
-        sent_bytes=wire,
     )
 
 

@@ -1,8 +1,8 @@
 """Simulates a step of a schedule on one core and one wire, and returns its duration.
 
-The operations and their order are those of the pipeline (:mod:`torchrec_picasso.schedule`). This
-file contains the messages that each operation waits for; the caller gives the durations. A rank
-computes one operation after another. Messages use the wire one at a time, in the order in which
+The operations, their order, and what each of them needs are those of the pipeline
+(:mod:`torchrec_picasso.schedule`); the caller gives the durations. A rank computes one operation
+after another. Messages use the wire one at a time, in the order in which
 they are sent; a message on the wire may take a share of the core, as sockets do on a CPU. Several
 steps are simulated, so that work and messages that overlap with the next step are included.
 """
@@ -10,7 +10,7 @@ steps are simulated, so that work and messages that overlap with the next step a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from torchrec_picasso.errors import PlanError
@@ -24,17 +24,6 @@ _STEPS = 4
 
 _Slot = tuple[str, int, int | None]
 """Identifies a message within a batch: kind, index and wave of the operation that sends it."""
-
-_WAITS: Mapping[str, tuple[str, ...]] = {
-    "send_ids": ("request",),
-    "receive_ids": ("send_ids",),
-    "lay_out": ("send_dirty_mask",),
-    "forward": ("fetch_clean", "fetch_dirty"),
-    "update": ("send_gradients", "reduce_hot"),
-}
-"""By kind of operation, the kinds of messages of the same batch that it waits for. An operation
-with an index waits for messages with its own and lower indices; one without, for all. An operation
-with a wave waits for messages of that wave."""
 
 
 @dataclass(frozen=True)
@@ -171,14 +160,16 @@ class _Machine:
 
 @cache
 def _awaited(schedule: Schedule) -> list[tuple[_Slot, ...]]:
-    """Lists the messages that each operation of a training step waits for."""
+    """Lists the messages that each operation waits for: those of the operations that it needs, of
+    its own batch, sent in this step or an earlier one."""
+
+    sends = [op for op in schedule if KINDS[op.kind].sends]
 
     def is_awaited(op: Op, sent: Op) -> bool:
-        is_early = None in (op.index, sent.index) or (sent.index or 0) <= (op.index or 0)
-        is_own = None in (op.wave, sent.wave) or op.wave == sent.wave
-        return sent.kind in _WAITS.get(op.kind, ()) and is_early and is_own
+        sent = replace(sent, batch=op.batch)
+        return any(need.kind == sent.kind and need.pick(op, sent) for need in KINDS[op.kind].needs)
 
     return [
-        tuple((sent.kind, sent.index or 0, sent.wave) for sent in schedule if is_awaited(op, sent))
+        tuple((sent.kind, sent.index or 0, sent.wave) for sent in sends if is_awaited(op, sent))
         for op in schedule
     ]

@@ -22,7 +22,7 @@ from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes, exchange_times
 from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.cost.schedule_time import Message, OpTime, StepPrice, step_price
-from torchrec_picasso.cost.step_cost import StepCost
+from torchrec_picasso.cost.stock import StockCost
 from torchrec_picasso.schedule.schedule import Setting, backward_order
 from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
 
@@ -60,14 +60,14 @@ class StepPricer:
     def price(
         self,
         totals: HotColdTotals,
-        stock: StepCost | None = None,
+        stock: StockCost | None = None,
         *,
         num_packs: int = 1,
         uneven_bags: float = 1.0,
         num_bag_waves: int = 1,
-        micro_batch_counts: Sequence[int] | None = None,
     ) -> StepPrice:
-        """Predicts the fastest step over the allowed numbers of micro-batches.
+        """Predicts the fastest step over the numbers of micro-batches; the smallest of equally fast
+        ones.
 
         Args:
             totals: Work of the hot/cold tables.
@@ -75,16 +75,14 @@ class StepPricer:
             num_packs: Number of packs of the hot/cold tables.
             uneven_bags: Bags of the busiest home rank divided by the mean over ranks.
             num_bag_waves: Number of waves of owner-pooled packs, which follow the wave of rows.
-            micro_batch_counts: Numbers of micro-batches to try; ``None`` = all allowed numbers. The
-                smallest of equally fast ones is returned.
         """
-        stock = stock or StepCost()
+        stock = stock or StockCost()
         if not totals.features:
             return self.sparse_dist(stock)
         shares = _shares_of_waves(totals, num_bag_waves)
         shares_rows = bool(totals.unique)  # bags are of one sample
         prices = []
-        for count in micro_batch_counts or self._micro_batch_counts:
+        for count in self._micro_batch_counts:
             setting = Setting(count, lookahead=True)
             times = self._times(totals, count, num_packs, uneven_bags)
             last = backward_order(setting, shares_rows)[-1]
@@ -92,19 +90,16 @@ class StepPricer:
             prices.append(step_price(setting, times, shares, shares_rows=shares_rows))
         return min(prices, key=lambda price: (price.step_ms, price.num_micro_batches))
 
-    def sparse_dist(self, cost: StepCost) -> StepPrice:
+    def sparse_dist(self, cost: StockCost) -> StepPrice:
         """Predicts a step under TorchRec's ``TrainPipelineSparseDist``.
 
         Computation hides the exchange of ids, but no exchange of rows, gradients or dense sums.
         """
-        reduce_ms = self.reduce.ms if self.reduce is not None else 0.0
-        wire_ms = cost.forward_comms_ms + cost.backward_comms_ms + reduce_ms
-        compute_ms = cost.total_ms - cost.wire_ms + self.dense.total_ms
-        hidden_ms = min(cost.input_dist_wire_ms, compute_ms)
+        wire_ms = cost.wire_ms + (self.reduce.ms if self.reduce is not None else 0.0)
+        compute_ms = cost.compute_ms + self.dense.total_ms
+        hidden_ms = min(cost.ids_wire_ms, compute_ms)
         return StepPrice(
-            step_ms=wire_ms + compute_ms + cost.input_dist_wire_ms - hidden_ms,
-            wire_ms=wire_ms + cost.input_dist_wire_ms,
-            compute_ms=compute_ms,
+            step_ms=wire_ms + compute_ms - hidden_ms, wire_ms=wire_ms, compute_ms=compute_ms
         )
 
     def message(self, collective: str, num_bytes: float) -> Message | None:
@@ -160,23 +155,23 @@ class StepPricer:
         return times
 
     def _add_stock(
-        self, times: dict[tuple[str, int | None], OpTime], stock: StepCost, last_backward: int
+        self, times: dict[tuple[str, int | None], OpTime], stock: StockCost, last_backward: int
     ) -> None:
         """Adds the stock tables and the sums of dense gradients, in place. Stock tables are looked
         up once, before the first micro-batch; DDP waits for dense sums."""
         request = times["request", None]
-        header, ids_ms = request.message, stock.input_dist_ms - stock.input_dist_wire_ms
+        header = request.message
         if header is not None:
-            header = Message(header.ms + stock.input_dist_wire_ms, header.core_share)
-        times["request", None] = OpTime(request.compute_ms + ids_ms, header)
-        forward = Message(stock.forward_comms_ms), stock.forward_compute_ms
-        backward = Message(stock.backward_comms_ms), stock.backward_compute_ms
+            header = Message(header.ms + stock.ids_wire_ms, header.core_share)
+        times["request", None] = OpTime(request.compute_ms + stock.ids_ms, header)
+        forward = Message(stock.forward_wire_ms), stock.forward_ms
+        backward = Message(stock.backward_wire_ms), stock.backward_ms
         times["forward", 0] = replace(
-            times["forward", 0], exposed=(forward,) if stock.forward_comms_ms else ()
+            times["forward", 0], exposed=(forward,) if stock.forward_wire_ms else ()
         )
         times["backward", last_backward] = replace(
             times["backward", last_backward],
-            exposed=(backward,) if stock.backward_comms_ms else (),
+            exposed=(backward,) if stock.backward_wire_ms else (),
             last=self.reduce,
         )
 

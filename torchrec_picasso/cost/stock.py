@@ -11,19 +11,14 @@ Source: TorchRec ``distributed/sharding/{tw,rw,cw,dp}_sharding.py``, ``distribut
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial, reduce
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalWork
-from torchrec_picasso.cost.step_cost import StepCost, Summable
-from torchrec_picasso.cost.table_work import TableLoad, TableWork
+from torchrec_picasso.cost.table_work import Summable, TableLoad, TableWork
 
-__all__ = [
-    *("STOCK_TYPES", "StockTotals", "marginal_stock_costs", "max_over_mean"),
-    *("stock_cost", "stock_totals"),
-]
+__all__ = ["STOCK_TYPES", "StockCost", "marginal_stock_costs", "max_over_mean", "stock_cost"]
 
 STOCK_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 """TorchRec sharding types with a cost model."""
@@ -33,6 +28,35 @@ _LENGTH_BYTES = 4
 _WIRE_BYTES = 4
 _MIN_COLUMNS = 4  # FBGEMM's narrowest shard
 _DENSE_UPDATE_PASSES = 3  # over the whole table: zero, write and apply the gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class StockCost(Summable):
+    """Predicted cost of the stock tables in one step on the busiest rank, without overlap."""
+
+    ids_ms: float = 0.0  # local work on ids
+    ids_wire_ms: float = 0.0  # exchange of ids
+    forward_ms: float = 0.0  # gather and pooling
+    forward_wire_ms: float = 0.0  # exchange of rows
+    backward_ms: float = 0.0  # gradients of rows, and the update
+    backward_wire_ms: float = 0.0  # exchange of gradients
+    sent_bytes: Mapping[str, float] = field(default_factory=dict)
+    """Bytes that a rank sends, by purpose; mean over ranks."""
+
+    @property
+    def compute_ms(self) -> float:
+        """All local work."""
+        return self.ids_ms + self.forward_ms + self.backward_ms
+
+    @property
+    def wire_ms(self) -> float:
+        """All communication."""
+        return self.ids_wire_ms + self.forward_wire_ms + self.backward_wire_ms
+
+    @property
+    def exposed_ms(self) -> float:
+        """Everything but the exchange of ids, which TorchRec's pipelines hide."""
+        return self.compute_ms + self.wire_ms - self.ids_wire_ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,26 +97,22 @@ class StockTotals(Summable):
         )
 
 
-def stock_totals(sharding_type: str, works: Iterable[TableWork]) -> StockTotals:
-    """Sums the work of tables of one sharding type."""
-    own = (StockTotals.from_table(sharding_type, work) for work in works)
-    return reduce(StockTotals.plus, own, StockTotals())
-
-
 def stock_cost(
-    sharding_type: str,
-    totals: StockTotals,
-    curves: CommCurves,
-    world_size: int,
-    *,
-    uneven: float = 1.0,
-) -> StepCost:
-    """Predicts the cost of one step of tables of one stock sharding type, without overlap.
+    sharding_type: str, works: Sequence[TableWork], curves: CommCurves, world_size: int
+) -> StockCost:
+    """Predicts the cost of one step of tables of one stock sharding type, without overlap."""
+    uneven = max_over_mean(sharding_type, [work.load for work in works], world_size)
+    totals = StockTotals.sum(StockTotals.from_table(sharding_type, work) for work in works)
+    return _cost(sharding_type, totals, uneven, curves, world_size)
 
-    ``uneven`` is the load of the busiest rank divided by the mean. Without tables the cost is 0.
-    """
+
+def _cost(
+    sharding_type: str, totals: StockTotals, uneven: float, curves: CommCurves, world_size: int
+) -> StockCost:
+    """Predicts the cost of some work. ``uneven`` is the load of the busiest rank divided by the
+    mean. Without tables the cost is 0."""
     if not totals.features:
-        return StepCost()
+        return StockCost()
     to_others = (world_size - 1) / world_size
     is_row_wise = sharding_type == "row_wise"
     gathered, output = totals.lookup_elements * uneven, totals.bag_elements * uneven
@@ -116,41 +136,41 @@ def stock_cost(
     rows = totals.bag_elements * _WIRE_BYTES * (world_size - 1 if is_row_wise else to_others)
     forward, backward = ("reduce_scatter", "all_gather") if is_row_wise else ("all_to_all",) * 2
     # an all-to-all of splits, then one of lengths and one of values
-    ids_ms = curves.ms("all_to_all", 0, world_size) + 2 * curves.ms(
+    ids_wire_ms = curves.ms("all_to_all", 0, world_size) + 2 * curves.ms(
         "all_to_all", ids * uneven / 2, world_size
     )
     costs = curves.local.stock
-    return StepCost(
-        input_dist_ms=costs.input_dist.ms(work) + ids_ms,
-        forward_compute_ms=costs.forward.ms(work),
-        forward_comms_ms=curves.ms(forward, rows * uneven, world_size),
-        backward_compute_ms=costs.backward.ms(work),
-        backward_comms_ms=curves.ms(backward, rows * uneven, world_size),
-        input_dist_wire_ms=ids_ms,
+    return StockCost(
+        ids_ms=costs.input_dist.ms(work),
+        ids_wire_ms=ids_wire_ms,
+        forward_ms=costs.forward.ms(work),
+        forward_wire_ms=curves.ms(forward, rows * uneven, world_size),
+        backward_ms=costs.backward.ms(work),
+        backward_wire_ms=curves.ms(backward, rows * uneven, world_size),
         sent_bytes={"ids": ids, "rows": rows, "gradients": rows},
     )
 
 
 def marginal_stock_costs(
     works: Sequence[TableWork], curves: CommCurves, world_size: int
-) -> tuple[dict[str, StepCost], ...]:
+) -> tuple[dict[str, StockCost], ...]:
     """Predicts what each table adds to a step in which all tables have one of ``STOCK_TYPES``, by
     that type: the cost of all tables minus the cost without the table."""
-    added: tuple[dict[str, StepCost], ...] = tuple({} for _ in works)
+    added: tuple[dict[str, StockCost], ...] = tuple({} for _ in works)
     for kind in STOCK_TYPES:
         uneven = max_over_mean(kind, [work.load for work in works], world_size)
-        cost = partial(stock_cost, kind, curves=curves, world_size=world_size, uneven=uneven)
-        totals = stock_totals(kind, works)
-        all_tables = cost(totals)
-        for costs, work in zip(added, works):
-            others = totals.plus(StockTotals.from_table(kind, work), -1.0)
-            costs[kind] = all_tables.plus(cost(others), -1.0)
+        each = [StockTotals.from_table(kind, work) for work in works]
+        totals = StockTotals.sum(each)
+        all_tables = _cost(kind, totals, uneven, curves, world_size)
+        for costs, own in zip(added, each):
+            others = _cost(kind, totals.plus(own, -1.0), uneven, curves, world_size)
+            costs[kind] = all_tables.plus(others, -1.0)
     return added
 
 
 def _data_parallel(
     totals: StockTotals, work: LocalWork, curves: CommCurves, world_size: int
-) -> StepCost:
+) -> StockCost:
     # the dense update writes every element of the tables, whether looked up or not
     dense_update = LocalWork(
         lookup_elements=totals.table_elements * _DENSE_UPDATE_PASSES,
@@ -158,29 +178,19 @@ def _data_parallel(
     )
     sent = 2 * (world_size - 1) / world_size * totals.table_elements * _WIRE_BYTES
     costs = curves.local.stock
-    return StepCost(
-        forward_compute_ms=costs.forward.ms(work),
-        backward_compute_ms=costs.backward.ms(work) + costs.forward.ms(dense_update),
-        backward_comms_ms=curves.ms("all_reduce", sent, world_size),
+    return StockCost(
+        forward_ms=costs.forward.ms(work),
+        backward_ms=costs.backward.ms(work) + costs.forward.ms(dense_update),
+        backward_wire_ms=curves.ms("all_reduce", sent, world_size),
         sent_bytes={"gradients": sent},
     )
 
 
-def max_over_mean(
-    sharding_type: str,
-    loads: Sequence[TableLoad],
-    world_size: int,
-    homes: Sequence[int] | None = None,
-) -> float:
-    """Computes the load of the busiest rank divided by the mean.
-
-    ``homes`` has the rank of each whole table; ``None`` = the largest shards are placed first.
-    """
+def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: int) -> float:
+    """Computes the load of the busiest rank divided by the mean, if the largest whole tables or
+    columns are placed first."""
     rank_loads = [0.0] * world_size
-    if sharding_type == "table_wise" and homes is not None:
-        for load, home in zip(loads, homes):
-            rank_loads[home] += load.bags * load.dim
-    elif sharding_type in ("table_wise", "column_wise"):
+    if sharding_type in ("table_wise", "column_wise"):
         weights: list[float] = []
         for load in loads:
             shards = _column_shards(load, world_size) if sharding_type == "column_wise" else 1

@@ -10,13 +10,40 @@ quantities.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any, TypeVar
 
 import numpy as np
 
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 
-__all__ = ["HotSplit", "TableLoad", "TableWork"]
+__all__ = ["HotSplit", "Summable", "TableLoad", "TableWork"]
+
+
+_T = TypeVar("_T", bound="Summable")
+
+
+class Summable:
+    """Base of dataclasses of numbers, or of numbers by name, that are summed field by field."""
+
+    def plus(self: _T, other: _T, times: float = 1.0) -> _T:
+        """Adds ``times`` the other one; ``times=-1`` subtracts it."""
+        sums: dict[str, Any] = {}
+        for name, own in vars(self).items():
+            added = getattr(other, name)
+            if isinstance(own, Mapping):
+                keys = {**own, **added}
+                sums[name] = {key: own.get(key, 0.0) + times * added.get(key, 0.0) for key in keys}
+            else:
+                sums[name] = own + times * added
+        return type(self)(**sums)
+
+    @classmethod
+    def sum(cls: type[_T], items: Iterable[_T]) -> _T:
+        """Adds up any number of them."""
+        return reduce(cls.plus, items, cls())
 
 
 @dataclass(frozen=True, kw_only=True)

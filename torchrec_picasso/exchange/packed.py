@@ -143,8 +143,8 @@ class HotReduction:
             wait_for(self._work)
             self._work = None
             if len(self._outputs_P) > 1:
-                sums_P = self._flat.split([output.numel() for output in self._outputs_P])
-                for output, sums in zip(self._outputs_P, sums_P):
+                sizes_P = [output.numel() for output in self._outputs_P]
+                for output, sums in zip(self._outputs_P, self._flat.split(sizes_P)):
                     output.copy_(sums.view_as(output))
 
 
@@ -163,17 +163,17 @@ def _join_by_rank(matrices_P: Sequence[Tensor], counts_PW: _Counts) -> Tensor:
     """Joins matrices grouped by rank into one vector grouped by rank, then pack."""
     if len(matrices_P) == 1:
         return matrices_P[0].reshape(-1)
-    segments_PW = [matrix.split(list(counts)) for matrix, counts in zip(matrices_P, counts_PW)]
-    return torch.cat([segment.reshape(-1) for by_pack in zip(*segments_PW) for segment in by_pack])
+    return torch.cat([segment.reshape(-1) for segment in _segments(matrices_P, counts_PW)])
 
 
 def _cut_by_rank(flat: Tensor, matrices_P: Sequence[Tensor], counts_PW: _Counts) -> None:
     """Splits a vector grouped by rank, then pack, into matrices grouped by rank."""
-    # Segments are views of the output matrices, so the copies below fill these.
+    segments = _segments(matrices_P, counts_PW)
+    for segment, values in zip(segments, flat.split([s.numel() for s in segments])):
+        segment.copy_(values.view_as(segment))
+
+
+def _segments(matrices_P: Sequence[Tensor], counts_PW: _Counts) -> list[Tensor]:
+    """Returns views of matrices grouped by rank, in the order of the wire: by rank, then pack."""
     segments_PW = [matrix.split(list(counts)) for matrix, counts in zip(matrices_P, counts_PW)]
-    start = 0
-    for by_pack in zip(*segments_PW):
-        for segment in by_pack:
-            end = start + segment.numel()
-            segment.copy_(flat[start:end].view_as(segment))
-            start = end
+    return [segment for by_pack in zip(*segments_PW) for segment in by_pack]

@@ -39,59 +39,52 @@ def select_hot_rows(
             unknown, or the statistics are missing or of another model.
     """
     if isinstance(hot_rows, Mapping):
-        return _per_table(tables, hot_rows, stats)
-    able = {name: num_rows for name, num_rows in tables.items() if name not in without}
-    _check_number("the tables together", sum(able.values()), hot_rows)
-    if stats is None and hot_rows:
-        raise PlanError(
-            f"hot_rows={hot_rows} requires the most frequent rows of all tables, but there are no "
-            "statistics; pass stats=FrequencyStats.collect(batches, model), or hot_rows as a dict "
-            "{table: count}"
-        )
-    counts = dict.fromkeys(tables, 0)
-    if stats is not None and hot_rows:
-        stats.check_model(able)
-        counts |= _most_frequent(able, int(hot_rows), stats)
-    return _per_table(tables, counts, stats)
-
-
-def _per_table(
-    tables: Mapping[str, int], hot_rows: Mapping[str, int], stats: FrequencyStats | None
-) -> dict[str, Tensor]:
-    for name, count in hot_rows.items():
-        if name not in tables:
+        for name, count in hot_rows.items():
+            if name not in tables:
+                raise PlanError(
+                    f"hot_rows names table {name!r}, but the tables are {list(tables)}; check the "
+                    "name"
+                )
+            _check_number(f"table {name!r}", tables[name], count)
+        parts = [({name: tables[name]}, hot_rows[name]) for name in tables if name in hot_rows]
+    else:
+        able = {name: num_rows for name, num_rows in tables.items() if name not in without}
+        _check_number("the tables together", sum(able.values()), hot_rows)
+        if stats is None and hot_rows:
             raise PlanError(
-                f"hot_rows names table {name!r}, but the tables are {list(tables)}; check the name"
+                f"hot_rows={hot_rows} requires the most frequent rows of all tables, but there are "
+                "no statistics; pass stats=FrequencyStats.collect(batches, model), or hot_rows as "
+                "a dict {table: count}"
             )
-        _check_number(f"table {name!r}", tables[name], count)
-    named = {name: num_rows for name, num_rows in tables.items() if name in hot_rows}
-    if stats is not None:
-        stats.check_model(named)
-    chosen = {}
-    for name, num_rows in named.items():
-        count = int(hot_rows[name])
-        seen = frequent = torch.empty(0, dtype=torch.int64)
+        parts = [(able, hot_rows), ({name: tables[name] for name in tables if name in without}, 0)]
+    chosen: dict[str, Tensor] = {}
+    for part, count in parts:
         if stats is not None:
-            seen = stats.tables[name].rows_U
-            frequent = stats.tables[name].most_frequent_first()[0][:count]
-        unseen = _first_unseen(seen, num_rows, count - frequent.numel())
-        chosen[name] = torch.cat([frequent, unseen]).sort().values
-    return chosen
+            stats.check_model(part)
+        chosen |= _most_frequent(part, int(count), stats)
+    return {name: chosen[name] for name in tables if name in chosen}
 
 
-def _most_frequent(tables: Mapping[str, int], total: int, stats: FrequencyStats) -> dict[str, int]:
-    """Counts each table's rows among the most frequent ones of all tables; unseen rows follow."""
-    seen = [stats.tables[name].counts_U for name in tables]
-    table_U = torch.arange(len(seen)).repeat_interleave(torch.tensor([c.numel() for c in seen]))
+def _most_frequent(
+    tables: Mapping[str, int], count: int, stats: FrequencyStats | None
+) -> dict[str, Tensor]:
+    """Returns the ``count`` most frequent rows of some tables together; unseen rows follow."""
+    empty = torch.empty(0, dtype=torch.int64)
+    seen = [empty if stats is None else stats.tables[name].rows_U for name in tables]
+    counts = [empty if stats is None else stats.tables[name].counts_U for name in tables]
     # counts of all tables in table order; a stable sort takes equal counts in order
-    first_U = torch.cat(seen).argsort(descending=True, stable=True)[:total]
-    counts = dict(zip(tables, table_U[first_U].bincount(minlength=len(seen)).tolist()))
-    missing = total - first_U.numel()
-    for name, counts_U in zip(tables, seen):
-        added = min(missing, tables[name] - counts_U.numel())
-        counts[name] += added
-        missing -= added
-    return counts
+    first_U = torch.cat([empty, *counts]).argsort(descending=True, stable=True)[:count]
+    is_first_U = torch.zeros(sum(map(len, seen)), dtype=torch.bool)
+    is_first_U[first_U] = True
+    missing = count - first_U.numel()
+    chosen = {}
+    for (name, num_rows), rows_U, is_hot_U in zip(
+        tables.items(), seen, is_first_U.split([len(rows_U) for rows_U in seen])
+    ):
+        unseen = _first_unseen(rows_U, num_rows, missing)
+        missing -= unseen.numel()
+        chosen[name] = torch.cat([rows_U[is_hot_U], unseen]).sort().values
+    return chosen
 
 
 def _first_unseen(seen: Tensor, num_rows: int, count: int) -> Tensor:
@@ -103,12 +96,9 @@ def _first_unseen(seen: Tensor, num_rows: int, count: int) -> Tensor:
 
 
 def _check_number(where: str, num_rows: int, count: object) -> None:
-    if isinstance(count, bool) or not isinstance(count, Integral):
+    is_number = isinstance(count, Integral) and not isinstance(count, bool)
+    if not is_number or count not in range(num_rows + 1):
         raise PlanError(
-            f"hot_rows is {count!r} for {where}, expected an integer between 0 and {num_rows}"
-        )
-    if not 0 <= int(count) <= num_rows:
-        raise PlanError(
-            f"{int(count)} hot rows were requested for {where}, expected between 0 and {num_rows}, "
-            "the number of rows"
+            f"hot_rows is {count!r} for {where}, expected an integer between 0 and {num_rows}, the "
+            "number of rows"
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
-from torchrec_picasso.errors import InputError
+from torchrec_picasso.errors import InputError, first_line
 from torchrec_picasso.frequency.counts import TableCounts
 
 __all__ = ["read_tables", "write_tables"]
 
 _METADATA_KEY = b"torchrec_picasso.frequency_stats"
 _SCHEMA = pa.schema([("table", pa.string()), ("row", pa.int64()), ("count", pa.int64())])
-_TABLE_FACTS = [field.name for field in fields(TableCounts) if not field.name.endswith("_U")]
 _MAX_TOTAL = 1 << 53  # lookups that a float64 holds exactly
 _MAX_ROWS = 1 << 62
 _DAMAGE = (
@@ -50,7 +48,13 @@ def write_tables(
             f"cannot write statistics to {target}: its folder does not exist; create it first"
         )
     by_table = {
-        name: {field: getattr(counts, field) for field in _TABLE_FACTS}
+        name: {
+            "num_embeddings": counts.num_embeddings,
+            "feature_names": counts.feature_names,
+            "max_undercount": counts.max_undercount,
+            "total_lookups": counts.num_lookups if counts.max_undercount else None,
+            "effective_share": counts.effective_share,
+        }
         for name, counts in tables.items()
     }
     facts = {"num_batches": num_batches, "num_samples": num_samples, "tables": by_table}
@@ -96,9 +100,9 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, TableCounts], i
         num_batches, num_samples = int(facts["num_batches"]), int(facts["num_samples"])
         _check(num_batches >= 0 and num_samples >= 0, "a number of batches or samples is negative")
     except _DAMAGE as error:
-        reason = (str(error).splitlines() or [""])[0][:200]
         raise InputError(
-            f"{path} does not contain frequency statistics ({type(error).__name__}: {reason}); "
+            f"{path} does not contain frequency statistics ({type(error).__name__}: "
+            f"{first_line(error)[:200]}); "
             "write it with FrequencyStats.to_parquet"
         ) from error
     return tables, num_batches, num_samples
@@ -107,8 +111,8 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, TableCounts], i
 def _table(facts: Mapping[str, Any], rows_U: np.ndarray, counts_U: np.ndarray) -> TableCounts:
     """Checks the lines of a table, sorted by row, and returns its counts."""
     num_embeddings, max_undercount = int(facts["num_embeddings"]), int(facts["max_undercount"])
-    total_lookups = facts["total_lookups"]
     num_counted = int(counts_U.sum())
+    total_lookups = int(facts["total_lookups"]) if max_undercount else num_counted
     _check(0 <= num_embeddings < _MAX_ROWS, "num_embeddings is out of range")
     is_inside_U = (rows_U >= 0) & (rows_U < num_embeddings)
     _check(bool(is_inside_U.all()), "a row is outside its table")
@@ -119,16 +123,14 @@ def _table(facts: Mapping[str, Any], rows_U: np.ndarray, counts_U: np.ndarray) -
     _check(0 <= max_undercount < _MAX_TOTAL, "max_undercount is out of range")
     effective_share = float(facts["effective_share"])
     _check(0 < effective_share <= 1, "effective_share is out of range")
-    if max_undercount:
-        total_lookups = int(total_lookups)
-        _check(num_counted <= total_lookups < _MAX_TOTAL, "total_lookups is out of range")
+    _check(num_counted <= total_lookups < _MAX_TOTAL, "total_lookups is out of range")
     return TableCounts(
         num_embeddings=num_embeddings,
         feature_names=tuple(map(str, facts["feature_names"])),
         rows_U=torch.from_numpy(rows_U.copy()),
         counts_U=torch.from_numpy(counts_U.copy()),
         max_undercount=max_undercount,
-        total_lookups=total_lookups if max_undercount else None,
+        num_uncounted=total_lookups - num_counted,
         effective_share=effective_share,
     )
 

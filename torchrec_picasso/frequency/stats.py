@@ -8,23 +8,39 @@ batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from numbers import Integral
 from os import PathLike
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import nn
 
 from torchrec_picasso.errors import PicassoError, PlanError
-from torchrec_picasso.frequency.collect import count_files, count_lookups, model_tables
-from torchrec_picasso.frequency.counts import MAX_ROWS_COUNTED, ModelTable, TableCounts
+from torchrec_picasso.frequency.collect import (
+    batch_features,
+    batch_ids,
+    chunk_ids,
+    model_tables,
+    read_chunks,
+)
+from torchrec_picasso.frequency.counts import (
+    MAX_ROWS_COUNTED,
+    LookupCounter,
+    ModelTable,
+    TableCounts,
+)
 from torchrec_picasso.frequency.parquet import read_tables, write_tables
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["FrequencyStats"]
+
+_MEASURED_BATCHES = 16
+"""Number of first batches whose distinct rows are counted per batch."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,7 @@ class FrequencyStats:
             batches: KeyedJaggedTensors, or objects with a KeyedJaggedTensor ``sparse_features``.
             model: The unsharded model; may be on the meta device.
             num_batches: Maximum number of batches to read, at least 1; ``None`` = all.
-            max_rows_counted: Maximum number of sorted rows, see :func:`.lookup_counter`.
+            max_rows_counted: Maximum number of sorted rows, see :class:`.LookupCounter`.
 
         Raises:
             InputError: If a batch lacks a feature or contains an id outside its table.
@@ -72,10 +88,28 @@ class FrequencyStats:
         if num_batches is not None:
             _check_count("num_batches", num_batches, at_least=1)
         _check_count("max_rows_counted", max_rows_counted, at_least=1)
-        tables, batches_read, samples_read = count_lookups(
-            batches, model_tables(model), num_batches, max_rows_counted
-        )
-        return cls(tables=tables, num_batches=batches_read, num_samples=samples_read)
+        tables = model_tables(model)
+        counters = [LookupCounter(table, max_rows_counted) for table in tables]
+        # lookups and distinct rows of each of the first batches, by table
+        sizes: list[list[tuple[int, int]]] = [[] for _ in tables]
+        batches_read = samples_read = 0
+        for batch in islice(batches, num_batches):
+            features = batch_features(batch)
+            for table, counter, measured in zip(tables, counters, sizes):
+                ids_N = batch_ids(features, table)
+                counter.add(ids_N)
+                if batches_read < _MEASURED_BATCHES:
+                    measured.append((ids_N.size, np.unique(ids_N).size))
+            batches_read += 1
+            samples_read += features.stride()
+        counts = {table.name: counter.result() for table, counter in zip(tables, counters)}
+        # a single batch is the whole sample: its distinct rows show nothing beyond the counts
+        if batches_read > 1:
+            for (name, table_counts), measured in zip(counts.items(), sizes):
+                num_lookups, num_distinct = np.mean(measured, axis=0)
+                share = table_counts.spectrum.fit_share(num_lookups, num_distinct, len(measured))
+                counts[name] = replace(table_counts, effective_share=share)
+        return cls(tables=counts, num_batches=batches_read, num_samples=samples_read)
 
     @classmethod
     def from_files(
@@ -97,7 +131,7 @@ class FrequencyStats:
                 ``num_embeddings=None`` is replaced by the largest id plus 1.
             hash_ids: Whether ids are taken modulo the number of rows of the table.
             missing_id: Id that replaces a null; ``None`` = a null is no lookup.
-            max_rows_counted: Maximum number of sorted rows, see :func:`.lookup_counter`.
+            max_rows_counted: Maximum number of sorted rows, see :class:`.LookupCounter`.
             progress: Called with the number of samples of each counted chunk.
 
         Raises:
@@ -106,9 +140,16 @@ class FrequencyStats:
             PicassoError: If ``max_rows_counted`` is not a positive integer.
         """
         _check_count("max_rows_counted", max_rows_counted, at_least=1)
-        counts, num_samples = count_files(
-            paths, tables, hash_ids, missing_id, max_rows_counted, progress
-        )
+        counters = {table.name: LookupCounter(table, max_rows_counted) for table in tables}
+        num_samples = 0
+        for path, chunk in read_chunks(paths, tables):
+            for table in tables:
+                ids_N = chunk_ids(path, chunk, table, hash_ids, missing_id)
+                counters[table.name].add(ids_N)
+            num_samples += chunk.num_rows
+            if progress is not None:
+                progress(chunk.num_rows)
+        counts = {name: counter.result() for name, counter in counters.items()}
         return cls(tables=counts, num_samples=num_samples)
 
     def merge(self, other: FrequencyStats) -> FrequencyStats:
@@ -121,8 +162,16 @@ class FrequencyStats:
             PlanError: If a table has different rows or features in both.
         """
         merged = dict(self.tables)
-        for name, counts in other.tables.items():
-            merged[name] = _merge(name, merged[name], counts) if name in merged else counts
+        for name, second in other.tables.items():
+            first = merged.get(name, second)
+            for what in ("num_embeddings", "feature_names"):
+                expected, found = getattr(first, what), getattr(second, what)
+                if expected != found:
+                    raise PlanError(
+                        f"cannot merge statistics of different models: table {name!r} has {what} "
+                        f"{expected} and {found}; merge statistics of the same model only"
+                    )
+            merged[name] = first.merge(second) if name in merged else second
         return FrequencyStats(
             tables=merged,
             num_batches=self.num_batches + other.num_batches,
@@ -152,7 +201,6 @@ class FrequencyStats:
     def to_frame(self) -> pd.DataFrame:
         """Returns a pandas DataFrame with columns ``table, row, count``, one line per counted row:
         tables in model order, then by descending count, then by row."""
-        import numpy as np
         import pandas as pd
 
         # (U,) rows and counts of each table, concatenated to three columns
@@ -186,7 +234,7 @@ class FrequencyStats:
         _check_count("batch_size", batch_size, at_least=0)
         lines = []
         for name, counts in self.tables.items():
-            spectrum = counts.spectrum()
+            spectrum = counts.spectrum
             # lookups per sample; without a number of samples, one per feature
             per_sample = float(len(counts.feature_names))
             if self.num_samples:
@@ -217,7 +265,7 @@ class FrequencyStats:
         """
         counts = self.table(table)
         _check_count("num_rows", num_rows, at_least=0)
-        return counts.spectrum().coverage(int(num_rows))
+        return counts.spectrum.coverage(int(num_rows))
 
     def expected_unique(self, table: str, num_lookups: int) -> float:
         """Returns the expected number of distinct rows of a table in a batch with ``num_lookups``
@@ -235,7 +283,7 @@ class FrequencyStats:
         """
         counts = self.table(table)
         _check_count("num_lookups", num_lookups, at_least=0)
-        return counts.spectrum().expected_unique(int(num_lookups))
+        return counts.spectrum.expected_unique(int(num_lookups))
 
     def check_model(self, tables: Mapping[str, int]) -> None:
         """Refuses statistics of another model, whose ``tables``, all or some, are given as numbers
@@ -260,19 +308,6 @@ class FrequencyStats:
                 "or collect statistics for this model"
             )
         return self.tables[name]
-
-
-def _merge(name: str, first: TableCounts, second: TableCounts) -> TableCounts:
-    for what, expected, found in (
-        ("rows", first.num_embeddings, second.num_embeddings),
-        ("features", first.feature_names, second.feature_names),
-    ):
-        if expected != found:
-            raise PlanError(
-                f"cannot merge statistics of different models: table {name!r} has {what} "
-                f"{expected} and {found}; merge statistics of the same model only"
-            )
-    return first.merge(second)
 
 
 def _check_count(name: str, value: object, *, at_least: int) -> None:

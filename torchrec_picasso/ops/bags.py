@@ -78,20 +78,18 @@ def incoming_bag_order(
 
 
 def reorder_bags(
-    ids_N: Tensor, lengths_S: Tensor, order_S: Tensor | None, keep_source: bool
+    ids_N: Tensor, lengths_S: Tensor, order_S: Tensor | None, source_N: Tensor | None
 ) -> Bags:
     """Puts lookups, given in KeyedJaggedTensor order, in bag order.
 
-    ``order_S`` is a result of :func:`bag_order`, ``None`` keeps the order. ``keep_source`` records
-    where each lookup came from, as per-sample weights require.
+    ``order_S`` is a result of :func:`bag_order`, ``None`` keeps the order. ``source_N`` is the
+    position of each lookup, as per-sample weights require; it is reordered as well.
     """
-    source_N = torch.arange(ids_N.numel(), device=ids_N.device) if keep_source else None
     if order_S is not None:
         permute = torch.ops.fbgemm.permute_1D_sparse_data
         old_lengths_S = lengths_S
         # Segments of ids_N move as units: bag s of the result is bag order_S[s] of the input.
         lengths_S, ids_N, _ = permute(order_S, old_lengths_S, ids_N, None, ids_N.numel())
-        # The same permutation, applied to 0 .. N - 1, gives the source of each lookup.
         if source_N is not None:
             _, source_N, _ = permute(order_S, old_lengths_S, source_N, None, source_N.numel())
     offsets_S1 = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths_S.to(torch.int64))

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["HotSlots", "IdSpace", "PackedTable", "pack_bits", "shift_rows"]
+__all__ = ["HotSlots", "IdSpace", "PackedTable", "pack_bits", "shift_rows", "table_bases"]
 
 _WORD_BYTES = 8
 _UNSIGNED = {torch.int32: np.uint32, torch.int64: np.uint64}
@@ -94,7 +94,7 @@ class IdSpace:
         packs = [table.pack for table in tables]
         assert packs == sorted(packs), "tables of one pack must be side by side"
         assert all(len(table.block_rows_W) == world_size for table in tables)
-        bases = _table_bases(tables)
+        bases = table_bases(tables)
         starts, shifts = [], []
         home_rows = [[0] * world_size for _ in range(packs[-1] + 1)]
         # A table is W consecutive blocks of packed ids, one per home rank. A home rank stores its
@@ -169,7 +169,7 @@ class HotSlots:
     @staticmethod
     def build(tables: Sequence[PackedTable], device: torch.device, epoch: int = 0) -> HotSlots:
         """Collects the hot rows of tables, given as for :meth:`IdSpace.build`, by packed id."""
-        bases = _table_bases(tables)
+        bases = table_bases(tables)
         hot_P = [0] * (tables[-1].pack + 1)
         for table in tables:
             hot_P[table.pack] += table.hot_rows_H.numel()
@@ -207,7 +207,7 @@ class HotSlots:
         return [on_device[first:end] for first, end in pairwise(edges_P1)]
 
 
-def _table_bases(tables: Sequence[PackedTable]) -> list[int]:
+def table_bases(tables: Sequence[PackedTable]) -> list[int]:
     """First packed id of each table, and the end of the last one."""
     return [0, *accumulate(table.num_embeddings for table in tables)]
 

@@ -18,7 +18,7 @@ unique rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.ops.bags import Bags
-from torchrec_picasso.ops.order import stable_order
+from torchrec_picasso.ops.order import UniqueRows, stable_order
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import LocatedRows
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
-from torchrec_picasso.ops.unique import UniqueRows
 
-__all__ = ["BatchCut", "PartPooling", "count_lookups", "cut_pooling", "part_of_lookup"]
+__all__ = ["BatchCut", "count_lookups", "cut_pooling", "part_of_lookup"]
 
 Counts = Sequence[Sequence[int]]
 
@@ -99,24 +98,6 @@ class BatchCut:
         return [[[next(numbers) for _ in runs] for runs in runs_K] for runs_K in self.runs_MK]
 
 
-@dataclass(frozen=True)
-class PartPooling:
-    """The pooling of one micro-batch of one matrix."""
-
-    lookups: slice
-    """Lookups of the micro-batch, a slice of the whole batch in bag order."""
-    gradient_position_U: Tensor | None
-    """Position in the matrix's gradients of each row that the micro-batch uses, int64; ``None``
-    if it uses all rows of the matrix, in request order."""
-    index: PoolingIndex
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held, for stream bookkeeping."""
-        if self.gradient_position_U is not None:
-            yield self.gradient_position_U
-        yield from self.index.tensors()
-
-
 def count_lookups(offsets_S1: Tensor, bags_J: Sequence[int]) -> Tensor:
     """Counts the lookups of consecutive runs of ``bags_J`` bags: int64, on the offsets' device."""
     # The edges are copied to the device without a host sync.
@@ -143,7 +124,7 @@ def cut_pooling(
     part_N: Tensor | None,
     lookups_MK: Counts,
     rows_M: Sequence[int],
-) -> list[list[PartPooling]]:
+) -> list[list[PoolingIndex]]:
     """Splits the pooling of a batch into the pooling of its micro-batches.
 
     Args:
@@ -185,7 +166,7 @@ def cut_pooling(
     group_at, grouped_at = _edges(groups_KM), _edges(lookups_KM)
     num_parts, num_matrices = len(groups_KM), len(rows_M)
 
-    def pooling(part: int, matrix: int) -> PartPooling:
+    def pooling(part: int, matrix: int) -> PoolingIndex:
         index = matrix * num_parts + part
         first_bag, end_bag = bag_at[index : index + 2]
         low, high = lookup_at[index : index + 2]
@@ -203,17 +184,15 @@ def cut_pooling(
         if not cut.is_sequence_M[matrix]:
             bag_offsets_S1 = _shift(offsets_S1[first_bag : end_bag + 1], low)
             part_bags_by_row_N = _shift(bags_by_row_N[by_row], first_bag)
-        return PartPooling(
-            lookups=slice(low, high),
+        return PoolingIndex(
+            row_of_lookup_N=_shift(row_of_lookup_N[low:high], row_at[matrix]),
+            bag_offsets_S1=bag_offsets_S1,
+            bags_by_row_N=part_bags_by_row_N,
+            lookups_by_row_N=lookups_by_row_N,
+            row_offsets_U1=_shift(offsets_U1, by_row.start),
+            mean_S=cut.mean_MK[matrix][part],
             gradient_position_U=gradient_position_U,
-            index=PoolingIndex(
-                row_of_lookup_N=_shift(row_of_lookup_N[low:high], row_at[matrix]),
-                bag_offsets_S1=bag_offsets_S1,
-                bags_by_row_N=part_bags_by_row_N,
-                lookups_by_row_N=lookups_by_row_N,
-                row_offsets_U1=_shift(offsets_U1, by_row.start),
-                mean_S=cut.mean_MK[matrix][part],
-            ),
+            source_N=None if bags.source_N is None else bags.source_N[low:high],
         )
 
     return [[pooling(part, matrix) for matrix in range(num_matrices)] for part in range(num_parts)]

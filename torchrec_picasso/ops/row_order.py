@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.ops.ids import HotSlots, IdSpace
-from torchrec_picasso.ops.order import stable_order
-from torchrec_picasso.ops.unique import UniqueRows
+from torchrec_picasso.ops.order import UniqueRows, stable_order
 
 __all__ = [
     "CLEAN",
@@ -131,17 +130,18 @@ class ExchangeSplits:
     """Number of rows, on the host."""
 
     @cached_property
-    def _ends(self) -> list[int]:
+    def edges(self) -> list[int]:
+        """First row of each exchange, and the number of rows."""
         return [0, *accumulate(map(sum, self.counts_EW))]
 
     @property
     def num_rows(self) -> int:
         """Number of rows of all exchanges."""
-        return self._ends[-1]
+        return self.edges[-1]
 
     def rows(self, exchange: int) -> slice:
         """Position of the rows of one exchange."""
-        return slice(self._ends[exchange], self._ends[exchange + 1])
+        return slice(self.edges[exchange], self.edges[exchange + 1])
 
 
 @dataclass(frozen=True)
@@ -154,14 +154,6 @@ class FetchOrder(ExchangeSplits):
     def arrange(self, values_n: Tensor) -> Tensor:
         """Puts values from request order into fetch order."""
         return values_n if self.order_n is None else values_n.index_select(0, self.order_n)
-
-    def positions(self, device: torch.device) -> Tensor:
-        """Position in fetch order of each row in request order, int64, shape ``(n,)``."""
-        in_order = torch.arange(self.num_rows, device=device)
-        if self.order_n is None:
-            return in_order
-        # Inverse permutation: scatter the new position i to the old position order_n[i].
-        return torch.empty_like(in_order).scatter_(0, self.order_n, in_order)
 
 
 def find_fetch_order(counts_KW: list[list[int]], dirty_n: Tensor | None) -> FetchOrder:
@@ -184,26 +176,26 @@ def find_fetch_order(counts_KW: list[list[int]], dirty_n: Tensor | None) -> Fetc
     return FetchOrder(counts.view(-1, world_size).tolist(), order_n)
 
 
-def fetch_positions(
-    located: LocatedRows, hot_P: Sequence[int], cold_P: Sequence[FetchOrder]
-) -> Tensor:
+def fetch_positions(located: LocatedRows, packs: Sequence[tuple[Tensor, FetchOrder]]) -> Tensor:
     """Computes the position of each unique row, by ascending id, among the fetched rows: int64.
 
-    Positions are consecutive over packs. In each pack, ``hot_P`` hot rows come first, then the cold
-    rows in fetch order.
+    Positions are consecutive over packs. In each pack the hot rows, by slot, come first, then the
+    cold rows in fetch order.
     """
-    if all(order.order_n is None for order in cold_P):
+    if all(cold.order_n is None for _, cold in packs):
         return located.position_U
-    device = located.position_U.device
+    positions, start = [], 0
     # Fetch position of each row in request order, shape (U,). Hot rows are read locally and keep
     # their order.
-    starts_P = [0, *accumulate(hot + cold.num_rows for hot, cold in zip(hot_P, cold_P))]
-    positions = []
-    for start, hot, cold in zip(starts_P, hot_P, cold_P):
-        positions += [
-            torch.arange(start, start + hot, device=device),
-            cold.positions(device).add_(start + hot),
-        ]
+    for slots_h, cold in packs:
+        first_cold = start + slots_h.numel()
+        positions.append(torch.arange(start, first_cold, device=slots_h.device))
+        start = first_cold + cold.num_rows
+        in_order = torch.arange(first_cold, start, device=slots_h.device)
+        if cold.order_n is not None:
+            # Inverse permutation: scatter the new position i to the old position order_n[i].
+            in_order = torch.empty_like(in_order).scatter_(0, cold.order_n, in_order)
+        positions.append(in_order)
     # From request order to ascending id.
     return torch.cat(positions).index_select(0, located.position_U)
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrec_picasso.ops.order import nonzero_indices, sort_with_tags
-from torchrec_picasso.ops.unique import first_of_runs
+from torchrec_picasso.ops.order import first_of_runs, nonzero_indices, sort_with_tags
 
 __all__ = [
     "PoolingIndex",
@@ -55,6 +54,11 @@ class PoolingIndex:
     """First entry of each row in the two tensors above, and N, int64."""
     mean_S: Tensor | None
     """Whether a bag is averaged, bool; ``None`` when all bags are summed."""
+    gradient_position_U: Tensor | None = None
+    """Position in the matrix's gradients of each row that bags read, int64; ``None`` if they read
+    all rows of the matrix, in request order."""
+    source_N: Tensor | None = None
+    """KeyedJaggedTensor position of each lookup, int64; ``None`` without weights."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""

@@ -11,28 +11,23 @@ Shape letters: G groups of rows with equal lookup counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from torchrec_picasso.cost.hot_cold import (
-    HotColdTotals,
-    exchange_bytes,
-    hot_cold_cost,
-    sum_hot_cold,
-)
+from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes
 from torchrec_picasso.cost.schedule_time import StepPrice
-from torchrec_picasso.cost.step_cost import StepCost
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.stock import (
+    StockCost,
     marginal_stock_costs,
     max_over_mean,
     stock_cost,
-    stock_totals,
 )
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
-from torchrec_picasso.placement import Form, owner_pooled_waves, pack_key
+from torchrec_picasso.placement import Form, HotColdParams, owner_pooled_waves, pack_key
+from torchrec_picasso.storage.exactness import Refusal
 
 __all__ = ["Choice", "PricedPlan", "TableInfo", "choose", "price_plan"]
 
@@ -61,23 +56,18 @@ class TableInfo:
     """One table of the model and its allowed placements."""
 
     load: TableLoad
-    not_hot_cold: str | None = None  # reason why the table cannot be hot/cold; None = it can
-    no_hot_rows: str | None = None  # reason why it cannot have hot rows; None = it can
+    not_hot_cold: Refusal | None = None  # reason why the table cannot be hot/cold; None = it can
+    no_hot_rows: Refusal | None = None  # reason why it cannot have hot rows; None = it can
     no_bags: str | None = "owner-pooling was not considered"  # the same for owner-pooling
-    required_form: Form | None = None  # exchange that the user requires if it is hot/cold
+    required: HotColdParams | None = None  # placement in the user's constraints
     stock_types: tuple[str, ...] = ("table_wise", "row_wise")  # allowed ones
     module: str = ""  # path of the table's module; its tables share an exchange
 
     @property
-    def may_be_hot_cold(self) -> bool:
-        """Whether the table can be hot/cold."""
-        return self.not_hot_cold is None
-
-    @property
     def forms(self) -> tuple[Form, ...]:
         """Allowed exchanges, if the table is hot/cold."""
-        if self.required_form is not None:
-            return (self.required_form,)
+        if self.required is not None:
+            return (self.required.form,)
         return ("rows", "bags") if self.no_bags is None else ("rows",)
 
 
@@ -87,9 +77,9 @@ class PricedPlan:
 
     forms: tuple[Form | None, ...]  # exchange of a hot/cold table; None = stock
     num_hot: tuple[int, ...]
-    stock_types: tuple[str | None, ...]  # not used for hot/cold tables
+    stock_types: tuple[str | None, ...]  # sharding type of a stock table; None = hot/cold
     step: StepPrice  # under the schedule that runs it
-    cost: StepCost  # the embedding part of the step, without overlap
+    sent_bytes: Mapping[str, float]  # that a rank sends for tables, by purpose; mean over ranks
 
     @property
     def hot_cold(self) -> tuple[bool, ...]:
@@ -104,7 +94,7 @@ class Choice(PricedPlan):
     works: tuple[TableWork, ...]
     stock: PricedPlan | None
     """All tables stock, under TorchRec's pipeline; ``None`` if a table has no stock type."""
-    stock_costs: tuple[Mapping[str, StepCost], ...]
+    stock_costs: tuple[Mapping[str, StockCost], ...]
     """What each table adds to a step in which all tables have one stock type, by that type."""
     priced_ms: Mapping[str, float]
     """Predicted step of each priced plan with its best hot rows; empty if the caller chose."""
@@ -124,15 +114,13 @@ def choose(
     """
     works = tuple(TableWork(table.load, pricer.world_size) for table in tables)
     stock_costs = marginal_stock_costs(works, pricer.curves, pricer.world_size)
-    stock_types = _best_stock_types(tables, stock_costs)
 
     def price(forms: Forms, num_hot: Mapping[int, int]) -> PricedPlan:
         # fewer whole tables may be less even over ranks than all of them
         rest = [i for i in range(len(tables)) if i not in forms]
         costs = marginal_stock_costs([works[i] for i in rest], pricer.curves, pricer.world_size)
-        beside = dict(zip(rest, _best_stock_types([tables[i] for i in rest], costs)))
-        kinds = [beside.get(i, kind) for i, kind in enumerate(stock_types)]
-        return price_plan(works, forms, num_hot, kinds, pricer)
+        stock_types = [_best_stock_type(tables[i], added) for i, added in zip(rest, costs)]
+        return price_plan(works, forms, num_hot, dict(zip(rest, stock_types)), pricer)
 
     def best(forms: Forms) -> PricedPlan:
         """Prices a plan with each budget of hot rows, and returns the best."""
@@ -140,7 +128,7 @@ def choose(
         rows = [i for i, form in forms.items() if form == "rows" and tables[i].no_hot_rows is None]
         for chance in _HOT_CHANCES if pricer.world_size > 1 and rows else ():
             num_hot = _frequent_rows(works, rows, chance, replica_budget_bytes)
-            plan = price_plan(works, forms, num_hot, found.stock_types, pricer)
+            plan = price_plan(works, forms, num_hot, dict(enumerate(found.stock_types)), pricer)
             # budgets ascend: a larger one must be clearly better
             if plan.step.step_ms < found.step.step_ms * (1 - _HOT_MARGIN):
                 found = plan
@@ -150,8 +138,7 @@ def choose(
     if given_hot is not None:
         chosen = price({position: tables[position].forms[0] for position in given_hot}, given_hot)
     else:
-        to_price = _plans(tables, works, stock_types)
-        plans = {name: best(forms) for name, forms in to_price.items()}
+        plans = {name: best(forms) for name, forms in _plans(tables, works).items()}
         priced_ms = {name: plan.step.step_ms for name, plan in plans.items()}
         # from the simplest plan to the mixed one, each with its margin
         name = "stock"
@@ -161,7 +148,7 @@ def choose(
         if priced_ms["mixed"] <= priced_ms[name] * (1 - _FORMS_MARGIN):
             name = "mixed"
         chosen = plans[name]
-    stock = None if None in stock_types else price({}, {})
+    stock = price({}, {}) if all(table.stock_types for table in tables) else None
     return Choice(
         **vars(chosen), works=works, stock=stock, stock_costs=stock_costs, priced_ms=priced_ms
     )
@@ -171,59 +158,45 @@ def price_plan(
     works: Sequence[TableWork],
     forms: Forms,
     num_hot: Mapping[int, int],
-    stock_types: Sequence[str | None],
+    stock_types: Mapping[int, str | None],
     pricer: StepPricer,
-    *,
-    homes: Mapping[int, int] | None = None,
-    num_micro_batches: int | None = None,
 ) -> PricedPlan:
-    """Prices one plan; arguments as in :class:`PricedPlan`, ``num_hot`` by position.
-
-    ``homes`` has the rank of each whole table by position, if the plan is placed; else whole tables
-    are spread over ranks as evenly as possible. ``num_micro_batches=None`` = the best number.
-    """
-    curves, world_size = pricer.curves, pricer.world_size
-    hot_cold = sorted(forms)
-
-    def uneven(kind: str, tables: Sequence[int]) -> float:
-        """Returns the load of the busiest rank divided by the mean."""
-        placed = None if homes is None or kind != "table_wise" else [homes[i] for i in tables]
-        return max_over_mean(kind, [works[i].load for i in tables], world_size, placed)
-
-    totals = sum_hot_cold(
-        HotColdTotals.from_table(works[i], num_hot.get(i, 0), forms[i]) for i in hot_cold
-    )
+    """Prices one plan; ``num_hot`` and ``stock_types`` by position, as in :class:`PricedPlan`."""
+    curves, world_size, positions = pricer.curves, pricer.world_size, range(len(works))
+    kinds = tuple(None if i in forms else stock_types.get(i) for i in positions)
     # stock tables of one type share their exchanges; those of different types do not
-    stock = StepCost()
-    for kind in sorted({kind for kind in stock_types if kind is not None}):
-        tables = [i for i, found in enumerate(stock_types) if found == kind and i not in forms]
-        added = stock_totals(kind, [works[i] for i in tables])
-        stock = stock.plus(stock_cost(kind, added, curves, world_size, uneven=uneven(kind, tables)))
-    bags = [i for i in hot_cold if forms[i] == "bags"]
-    loads = {i: works[i].load for i in hot_cold}
-    pack_of = {i: pack_key(forms[i], 0, load.dim, load.element_bytes) for i, load in loads.items()}
-    num_packs, num_bag_packs = len({*pack_of.values()}), len({pack_of[i] for i in bags})
+    stock = StockCost()
+    for kind in sorted({kind for kind in kinds if kind is not None}):
+        alike = [work for work, found in zip(works, kinds) if found == kind]
+        stock = stock.plus(stock_cost(kind, alike, curves, world_size))
+    totals = HotColdTotals.sum(
+        HotColdTotals.from_table(works[i], num_hot.get(i, 0), forms[i]) for i in sorted(forms)
+    )
+
+    def num_packs(tables: Iterable[int]) -> int:
+        loads = {i: works[i].load for i in tables}
+        return len({pack_key(forms[i], 0, x.dim, x.element_bytes) for i, x in loads.items()})
+
+    bags = [i for i in sorted(forms) if forms[i] == "bags"]
+    sent = exchange_bytes(totals, world_size, num_packs(forms)) if forms else {}
     return PricedPlan(
-        forms=tuple(forms.get(i) for i in range(len(works))),
-        num_hot=tuple(num_hot.get(i, 0) for i in range(len(works))),
-        stock_types=tuple(stock_types),
+        forms=tuple(forms.get(i) for i in positions),
+        num_hot=tuple(num_hot.get(i, 0) for i in positions),
+        stock_types=kinds,
         step=pricer.price(
             totals,
             stock,
-            num_packs=num_packs,
-            uneven_bags=uneven("table_wise", bags),
-            num_bag_waves=len(owner_pooled_waves(num_bag_packs)) or 1,
-            micro_batch_counts=None if num_micro_batches is None else [num_micro_batches],
+            num_packs=num_packs(forms),
+            uneven_bags=max_over_mean("table_wise", [works[i].load for i in bags], world_size),
+            num_bag_waves=len(owner_pooled_waves(num_packs(bags))) or 1,
         ),
-        cost=hot_cold_cost(totals, curves, world_size, num_packs=max(1, num_packs)).plus(stock),
+        sent_bytes=stock.plus(StockCost(sent_bytes=sent)).sent_bytes,
     )
 
 
-def _plans(
-    tables: Sequence[TableInfo], works: Sequence[TableWork], stock_types: Sequence[str | None]
-) -> dict[str, Forms]:
+def _plans(tables: Sequence[TableInfo], works: Sequence[TableWork]) -> dict[str, Forms]:
     """Lists the plans to price; some may be equal."""
-    able = {i: table.forms for i, table in enumerate(tables) if table.may_be_hot_cold}
+    able = {i: table.forms for i, table in enumerate(tables) if table.not_hot_cold is None}
 
     def fewer_bytes(work: TableWork, forms: Sequence[Form]) -> Form:
         totals = (HotColdTotals.from_table(work, 0, form) for form in (forms[0], forms[-1]))
@@ -232,7 +205,7 @@ def _plans(
 
     return {
         # a table without a stock type is hot/cold in all plans
-        "stock": {i: forms[0] for i, forms in able.items() if stock_types[i] is None},
+        "stock": {i: forms[0] for i, forms in able.items() if not tables[i].stock_types},
         "rows": {i: forms[0] for i, forms in able.items()},
         "bags": {i: forms[-1] for i, forms in able.items()},
         "mixed": {i: fewer_bytes(works[i], forms) for i, forms in able.items()},
@@ -259,12 +232,6 @@ def _frequent_rows(
     return {i: int(counts[i]) for i in tables}
 
 
-def _best_stock_types(
-    tables: Sequence[TableInfo], costs: Sequence[Mapping[str, StepCost]]
-) -> list[str | None]:
-    """Returns the stock type of each table that adds least to a step in which all tables have it;
-    ``None`` for a table without stock types."""
-    return [
-        min(table.stock_types, key=lambda kind: (added[kind].exposed_ms, kind), default=None)
-        for table, added in zip(tables, costs)
-    ]
+def _best_stock_type(table: TableInfo, added: Mapping[str, StockCost]) -> str | None:
+    """Returns the stock type of a table that adds least to a step; ``None`` without stock types."""
+    return min(table.stock_types, key=lambda kind: (added[kind].exposed_ms, kind), default=None)

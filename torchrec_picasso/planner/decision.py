@@ -20,7 +20,7 @@ from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableWork
 from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
-from torchrec_picasso.placement import Form, pack_key
+from torchrec_picasso.placement import HotColdParams, pack_key
 from torchrec_picasso.planner.choice import Choice, TableInfo, choose
 from torchrec_picasso.planner.home_blocks import HomeBlocks, RowLoads, balance_homes
 from torchrec_picasso.schedule.setting_choice import pieces_for
@@ -33,25 +33,16 @@ class Decision(Choice):
     """The chosen plan with the placement of all tables."""
 
     tables: tuple[TableInfo, ...]
-    hot_sets: Mapping[str, Tensor]
-    """Hot rows of each hot/cold table by name, ascending, int64, shape ``(H,)``."""
-    form_of: Mapping[str, Form]
-    """Exchange of each hot/cold table by name."""
+    placements: tuple[HotColdParams | None, ...]
+    """Placement of each table; ``None`` = stock."""
     homes: HomeBlocks | None
     """Home blocks of the row-exchanged tables; ``None`` = no statistics or no such tables."""
-    block_rows: Mapping[str, tuple[int, ...]]
-    """Number of home rows on each rank, by name of each table in ``homes``."""
-    waves: Mapping[str, int]
-    """Wave of each hot/cold table by name."""
+    block_rows: Mapping[int, tuple[int, ...]]
+    """Number of home rows on each rank, by position of each table in ``homes``."""
     curves: CommCurves
     world_size: int
     batch_size: int  # samples per rank and step
     dense: DenseTimes  # for this batch size; 0 if not known
-
-    @property
-    def num_micro_batches(self) -> int | None:
-        """Number of micro-batches in the predicted step; ``None`` without hot/cold tables."""
-        return self.step.num_micro_batches if any(self.hot_cold) else None
 
 
 def decide(
@@ -75,36 +66,51 @@ def decide(
     Raises:
         PlanError: If the statistics are of other tables, or the requested hot rows do not exist.
     """
-    able = {table.load.name: table.load.num_embeddings for table in tables if table.may_be_hot_cold}
+    able = {t.load.name: t.load.num_embeddings for t in tables if t.not_hot_cold is None}
     if stats is not None:
         stats.check_model(able)
     dense = (dense or curves.dense or DenseTimes()).at(batch_size)
     pricer = StepPricer(curves, world_size, dense, pieces_for(batch_size))
-    names = [table.load.name for table in tables]
     given = None
     if hot_rows is not None:  # the caller has chosen: the plan is only priced
         without = {table.load.name for table in tables if table.no_hot_rows is not None}
         hot_sets = select_hot_rows(able, hot_rows, stats, without=without)
-        given = {i: hot_sets[name].numel() for i, name in enumerate(names) if name in hot_sets}
+        given = {
+            position: hot_sets[table.load.name].numel()
+            for position, table in enumerate(tables)
+            if table.not_hot_cold is None and table.load.name in hot_sets
+        }
     choice = choose(tables, pricer, replica_budget_bytes, given_hot=given)
-    form_of = {name: form for name, form in zip(names, choice.forms) if form is not None}
     if hot_rows is None:
         # the choice has the number of hot rows of each table; the statistics have the rows
-        counts = {name: num_hot for name, num_hot in zip(names, choice.num_hot) if name in form_of}
+        chosen = zip(tables, choice.forms, choice.num_hot)
+        counts = {table.load.name: num_hot for table, form, num_hot in chosen if form is not None}
         hot_sets = select_hot_rows(able, counts, stats)
-    homes, in_rows = None, [name for name in hot_sets if form_of[name] == "rows"]
+        # hot rows in the user's constraints replace chosen ones
+        hot_sets |= {t.load.name: t.required.hot_rows for t in tables if t.required is not None}
+    placements = [
+        HotColdParams(
+            hot_rows=hot_sets[table.load.name],
+            wave=wave,
+            form=form,
+            num_micro_batches=choice.step.num_micro_batches,
+        )
+        if form is not None
+        else None
+        for table, form, wave in zip(tables, choice.forms, _waves(tables, choice, num_waves))
+    ]
+    homes, in_rows = None, [i for i, form in enumerate(choice.forms) if form == "rows"]
     if stats is not None and in_rows:
-        works = dict(zip(names, choice.works))
-        loads = [_row_loads(works[name], hot_sets[name], stats) for name in in_rows]
-        homes = balance_homes(loads, world_size)
+        homes = balance_homes(
+            [_row_loads(choice.works[i], hot_sets[tables[i].load.name], stats) for i in in_rows],
+            world_size,
+        )
     return Decision(
         **vars(choice),
         tables=tuple(tables),
-        hot_sets=hot_sets,
-        form_of=form_of,
+        placements=tuple(placements),
         homes=homes,
         block_rows=dict(zip(in_rows, homes.block_rows_TW)) if homes is not None else {},
-        waves=_waves(tables, choice, num_waves),
         curves=curves,
         world_size=world_size,
         batch_size=batch_size,
@@ -112,19 +118,23 @@ def decide(
     )
 
 
-def _waves(tables: Sequence[TableInfo], choice: Choice, num_waves: int) -> dict[str, int]:
+def _waves(tables: Sequence[TableInfo], choice: Choice, num_waves: int) -> list[int]:
     """Assigns each hot/cold table to a wave of its module, by volume."""
-    volumes: dict[str, dict[str, tuple[Hashable, float]]] = {}
-    for table, work, form, num_hot in zip(tables, choice.works, choice.forms, choice.num_hot):
+    volumes: dict[str, dict[int, tuple[Hashable, float]]] = {}
+    for position, (work, form, num_hot) in enumerate(
+        zip(choice.works, choice.forms, choice.num_hot)
+    ):
         if form is not None:
-            load, split = table.load, work.split(num_hot)
+            load, split = work.load, work.split(num_hot)
             # cold rows are fetched, gradients of touched hot rows are reduced
             number = load.bags if form == "bags" else split.cold_used + split.hot_touched
             key = pack_key(form, 0, load.dim, load.element_bytes)
-            volumes.setdefault(table.module, {})[load.name] = (key, number * load.dim)
-    waves: dict[str, int] = {}
-    for by_name in volumes.values():
-        waves |= zip(by_name, balance_waves(list(by_name.values()), num_waves))
+            volumes.setdefault(tables[position].module, {})[position] = (key, number * load.dim)
+    waves = [0] * len(tables)
+    for by_position in volumes.values():
+        balanced = balance_waves(list(by_position.values()), num_waves)
+        for position, wave in zip(by_position, balanced):
+            waves[position] = wave
     return waves
 
 
@@ -176,10 +186,8 @@ def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoad
     # load of a row = probability that one rank's batch uses it, looked up by its count
     used = torch.from_numpy(work.used_K[::-1].copy())
     place_U = torch.searchsorted(spectrum.counts_K.flip(0), counts_U.double())
-    load_U = counts_U.double()
-    if used.numel():
-        load_U = used[place_U.clamp(max=used.numel() - 1)]
-    load_U = load_U.masked_fill(torch.isin(rows_U, hot_H), 0.0)  # hot rows are not requested
+    load_U = used[place_U.clamp(max=used.numel() - 1)]
+    load_U[torch.isin(rows_U, hot_H)] = 0.0  # hot rows are not requested
     dim, cold = float(work.load.dim), work.split(hot_H.numel()).cold_used
     return RowLoads(
         num_embeddings=work.load.num_embeddings,

@@ -32,12 +32,11 @@ def summarize(decision: Decision) -> dict[str, Any]:
 
     ``step_ms``: duration of the whole step under the schedule that runs it, with
     ``num_micro_batches`` (``None`` = nothing is interleaved). ``wire_ms`` and ``compute_ms``: lower
-    bounds of ``step_ms``. ``dense_ms``: the dense part, 0 if not known. ``embedding_ms``: the
-    embedding part without overlap. ``priced_ms``: the step of each priced plan, empty if the caller
-    gave ``hot_rows``. ``stock_ms``, ``stock_sent_bytes`` and ``speedup`` are ``None`` if a table
-    has no stock option.
+    bounds of ``step_ms``. ``dense_ms``: the dense part, 0 if not known. ``priced_ms``: the step of
+    each priced plan, empty if the caller gave ``hot_rows``. ``stock_ms``, ``stock_sent_bytes`` and
+    ``speedup`` are ``None`` if a table has no stock option.
     """
-    step, cost, homes, curves = decision.step, decision.cost, decision.homes, decision.curves
+    step, homes, curves = decision.step, decision.homes, decision.curves
     chosen = [index for index, form in enumerate(decision.forms) if form]
     works = [decision.works[index] for index in chosen]
     num_hot = [decision.num_hot[index] for index in chosen]
@@ -48,13 +47,12 @@ def summarize(decision: Decision) -> dict[str, Any]:
         "stock_tables": len(decision.works) - len(chosen),
         "bag_tables": sum(form == "bags" for form in decision.forms),
         "hot_rows": sum(decision.num_hot),
-        "num_micro_batches": decision.num_micro_batches,
+        "num_micro_batches": step.num_micro_batches if chosen else None,
         "step_ms": step.step_ms,
         "wire_ms": step.wire_ms,
         "compute_ms": step.compute_ms,
         "dense_ms": decision.dense.total_ms,
-        "embedding_ms": cost.total_ms,
-        "sent_bytes": cost.total_bytes,
+        "sent_bytes": sum(decision.sent_bytes.values()),
         "priced_ms": dict(decision.priced_ms),
         **{"stock_ms": None, "stock_sent_bytes": None, "speedup": None},
         "memory_bytes": hot_cold_memory_bytes(works, num_hot),
@@ -64,7 +62,8 @@ def summarize(decision: Decision) -> dict[str, Any]:
         or "of this world size",
     }
     if (stock := decision.stock) is not None:
-        summary |= {"stock_ms": stock.step.step_ms, "stock_sent_bytes": stock.cost.total_bytes}
+        summary["stock_ms"] = stock.step.step_ms
+        summary["stock_sent_bytes"] = sum(stock.sent_bytes.values())
         summary["speedup"] = stock.step.step_ms / step.step_ms if step.step_ms else None
     return summary
 
@@ -73,23 +72,23 @@ def why_nothing_is_hot_cold(decision: Decision) -> str | None:
     """Explains a plan without hot/cold tables; ``None`` if a table is hot/cold."""
     if any(decision.hot_cold):
         return None
-    reasons = {table.not_hot_cold for table in decision.tables}
-    if None not in reasons:
-        return f"no table can be: {min(map(str, reasons))}"
+    reasons = [table.not_hot_cold.what for table in decision.tables if table.not_hot_cold]
+    if len(reasons) == len(decision.tables):
+        return f"no table can be: {min(reasons)}"
     return _comparison(decision) if decision.priced_ms else "hot_rows names no table"
 
 
 def _line(decision: Decision, index: int) -> dict[str, Any]:
     work, form, num_hot = decision.works[index], decision.forms[index], decision.num_hot[index]
     load, split = work.load, work.split(num_hot)
-    memory = hot_cold_memory_bytes([work], [num_hot])
+    memory, placement = hot_cold_memory_bytes([work], [num_hot]), decision.placements[index]
     return {
         "table": load.name,
         "rows": load.num_embeddings,
         "dim": load.dim,
         "placement": "hot_cold" if form else decision.stock_types[index],
         "form": form,
-        "wave": decision.waves.get(load.name),
+        "wave": placement.wave if placement is not None else None,
         "hot_rows": num_hot,
         "coverage": split.coverage,
         "lookups": load.lookups,
@@ -106,7 +105,7 @@ def _why(decision: Decision, index: int) -> str:
     table, kind = decision.tables[index], decision.stock_types[index]
     if form is None:
         if table.not_hot_cold is not None:
-            return f"stock: {table.not_hot_cold}"
+            return f"stock: {table.not_hot_cold.what}"
         reason = _comparison(decision) if decision.priced_ms else "hot_rows does not name it"
         return f"stock {kind}: {reason}"
     split = work.split(num_hot)
@@ -119,9 +118,11 @@ def _why(decision: Decision, index: int) -> str:
     elif num_hot:
         why = f"hot/cold: {num_hot:,} replicas serve {split.coverage:.0%} of lookups, {rows}"
     else:
-        reason = table.no_hot_rows or "replicas are not predicted to shorten the step"
+        reason = "replicas are not predicted to shorten the step"
+        if table.no_hot_rows is not None:
+            reason = table.no_hot_rows.what
         why = f"hot/cold without replicas: {rows}; {reason}"
-    return why if kind else f"{why}; no stock type is allowed"
+    return why if table.stock_types else f"{why}; no stock type is allowed"
 
 
 def _comparison(decision: Decision) -> str:

@@ -46,12 +46,16 @@ class RowLoads:
         """Sum of the load of all rows."""
         return float(self.load_U.sum()) + self.spread_load
 
-    def before(self, row: np.ndarray) -> np.ndarray:
-        """Returns the sum of the load of all rows below each given row, in the shape of ``row``."""
-        ends_U1 = np.concatenate([[0.0], self.load_U.cumsum()])
-        own = ends_U1[np.searchsorted(self.rows_U, row)]
-        result: np.ndarray = own + row * (self.spread_load / self.num_embeddings)
-        return result
+    def load_below(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns boundaries between rows, ascending, and the load of all rows below each.
+
+        The first boundary is 0, the last the number of rows; others are before and after each row
+        with a load of its own, so the load is linear from one boundary to the next.
+        """
+        inner = np.stack([self.rows_U, self.rows_U + 1], axis=1).ravel()
+        boundaries = np.concatenate([[0], inner, [self.num_embeddings]])
+        own = np.repeat(np.concatenate([[0.0], self.load_U.cumsum()]), 2)
+        return boundaries, own + boundaries * (self.spread_load / self.num_embeddings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,45 +107,24 @@ def balance_homes(tables: Sequence[RowLoads], world_size: int) -> HomeBlocks:
         range(len(tables)),
         key=lambda t: (-(weighted[t].load_U.max() if weighted[t].load_U.size else 0.0), t),
     )
-    aims = np.arange(1, world_size) / world_size
-    given = np.zeros(world_size - 1)  # load so far of the ranks below each boundary
-    cuts: dict[int, np.ndarray] = {}
-    total = 0.0
+    balanced: list[tuple[int, ...]] = [()] * len(tables)
+    given, total = np.zeros(world_size - 1), 0.0  # load so far of the ranks below each cut
     for t in order:
+        boundaries, load_below = weighted[t].load_below()
         total += weighted[t].total
-        cut = _cut(weighted[t], aims * total - given)
-        cuts[t] = _with_rows_between(cut, tables[t].num_embeddings)
-        given += weighted[t].before(cuts[t])
-    balanced = [
-        tuple(np.diff(cuts[t], prepend=0, append=table.num_embeddings).tolist())
-        for t, table in enumerate(tables)
-    ]
+        aims = np.arange(1, world_size) / world_size * total - given
+        # the row below which the load is nearest to the aim, and at least a row for each rank
+        cut = np.rint(np.interp(np.maximum.accumulate(aims), load_below, boundaries))
+        cut = _with_rows_between(cut.astype(np.int64), tables[t].num_embeddings)
+        given += np.interp(cut, boundaries, load_below)
+        sizes = np.diff(cut, prepend=0, append=tables[t].num_embeddings)
+        balanced[t] = tuple(sizes.tolist())
     balance = _max_over_mean(tables, balanced, world_size)
     if balance >= filled_balance:
         balanced, balance = filled, filled_balance
     return HomeBlocks(
         block_rows_TW=tuple(balanced), max_over_mean=balance, even_max_over_mean=even_balance
     )
-
-
-def _cut(table: RowLoads, targets: np.ndarray) -> np.ndarray:
-    """Finds ascending rows for which the load of all lower rows, which jumps at rows with a load of
-    their own and is linear between them, is nearest to the targets."""
-    slope = table.spread_load / table.num_embeddings
-    targets = np.maximum.accumulate(np.clip(targets, 0.0, table.total))
-    below_U = table.before(table.rows_U)
-    after_U = below_U + table.load_U
-    # start at the last loaded row whose load is below the target, and continue along the slope
-    index = np.searchsorted(after_U, targets, side="right")
-    start, load_at_start = (np.append(0.0, x_U)[index] for x_U in (table.rows_U, after_U))
-    row = start + (targets - load_at_start) / slope
-    # if the next loaded row would cross the target, cut before or after it
-    following = np.append(table.rows_U, table.num_embeddings)[index]
-    below, after = (np.append(x_U, np.inf)[index] for x_U in (below_U, after_U))
-    row = np.where(row >= following, following + (after - targets < targets - below), row)
-    cut = np.clip(np.rint(row), 0, table.num_embeddings).astype(np.int64)
-    result: np.ndarray = np.maximum.accumulate(cut)
-    return result
 
 
 def _with_rows_between(cut: np.ndarray, num_embeddings: int) -> np.ndarray:
@@ -159,7 +142,6 @@ def _max_over_mean(
 ) -> float:
     loads_W = np.zeros(world_size)
     for table, rows_W in zip(tables, blocks):
-        edges = np.concatenate([[0], np.cumsum(rows_W)])
-        loads_W += np.diff(table.before(edges))
+        loads_W += np.diff(np.interp(np.cumsum(rows_W), *table.load_below()), prepend=0.0)
     mean = float(loads_W.mean())
     return float(loads_W.max()) / mean if mean else 1.0

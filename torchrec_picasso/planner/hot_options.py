@@ -5,86 +5,66 @@ A hot/cold option is a row-wise option (row-exchanged) or a table-wise option (o
 the plan. The memory of replicas is added to every shard, because every rank stores all
 replicas; on a GPU to its HBM, even if home rows are in host memory.
 
-Shape letters: H hot rows, W ranks.
+Shape letters: W ranks.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 
-from torch import Tensor
 from torchrec.distributed.planner.types import Perf, ShardingOption, Storage, Topology
 from torchrec.distributed.types import CacheParams
 
 from torchrec_picasso._torchrec import optimizer_multiplier
-from torchrec_picasso.cost.step_cost import StepCost
+from torchrec_picasso.cost.stock import StockCost
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import SHARDING_TYPE_OF, Form, HotColdParams
 from torchrec_picasso.planner.home_blocks import filled_blocks
 from torchrec_picasso.storage.exactness import HOT_COLD_KERNELS
 
 __all__ = [
-    *("add_replica_storage", "by_table", "copy_options", "cut_home_blocks", "explain_shortage"),
-    *("hot_cold_options", "optimizer_class", "price_options"),
-    *("replica_budget_bytes", "replica_bytes"),
+    *("TablePath", "add_replica_storage", "by_table", "cut_home_blocks"),
+    *("explain_shortage", "hot_cold_options", "offered_options", "optimizer_class"),
+    *("price_options", "replica_budget_bytes", "replica_bytes"),
 ]
+
+TablePath = tuple[str, str]
+"""Path of the module, name of the table."""
 
 _RESERVED_SHARE = 0.15
 """Share of a rank's memory that TorchRec's planner reserves by default."""
 
 
-def hot_cold_options(
-    options: list[ShardingOption],
-    hot_rows_H: Tensor,
-    wave: int = 0,
-    *,
-    form: Form = "rows",
-    num_micro_batches: int | None = None,
-) -> list[ShardingOption]:
-    """Converts options of one table to hot/cold options, in place.
-
-    Keeps the row-wise options, or the table-wise ones if owner-pooled, with a kernel in
-    ``HOT_COLD_KERNELS``. ``hot_rows_H`` and ``wave`` replace those in the constraints; other cache
-    settings stay. ``num_micro_batches`` is that of the predicted step, ``None`` without prices.
-
-    Raises:
-        PlanError: If there is no such option, or a hot row is outside the table.
-    """
-    sharding_type = SHARDING_TYPE_OF[form]
-    kept = [
+def offered_options(options: Sequence[ShardingOption], form: Form) -> list[ShardingOption]:
+    """Selects the options of a table that can hold its rows with a hot/cold exchange."""
+    return [
         option
         for option in options
-        if option.sharding_type == sharding_type and option.compute_kernel in HOT_COLD_KERNELS
+        if option.sharding_type == SHARDING_TYPE_OF[form]
+        and option.compute_kernel in HOT_COLD_KERNELS
     ]
-    if not kept:
-        offered = sorted({(option.sharding_type, option.compute_kernel) for option in options})
-        raise PlanError(
-            f"table {options[0].name!r} was chosen to be hot/cold, which needs {sharding_type} "
-            f"sharding with kernel {' or '.join(HOT_COLD_KERNELS)}, but its options are {offered}; "
-            f"either its constraints exclude it (allow {sharding_type} and fused), or its sharder "
-            "does not offer it (TorchRec's own has no row_wise on CPU: pass "
-            "HotColdEmbeddingBagCollectionSharder)"
-        )
+
+
+def hot_cold_options(
+    options: Sequence[ShardingOption], placement: HotColdParams
+) -> list[ShardingOption]:
+    """Converts the :func:`offered_options` of one table to hot/cold options, in place.
+
+    ``placement`` replaces that of the constraints; TorchRec's own cache settings stay.
+    """
+    kept = offered_options(options, placement.form)
     for option in kept:
-        # TorchRec's own cache settings in the user's constraints
         names = [field.name for field in fields(CacheParams)] if option.cache_params else []
-        option.cache_params = HotColdParams(
-            hot_rows=hot_rows_H,
-            wave=wave,
-            form=form,
-            num_micro_batches=num_micro_batches,
-            **{name: getattr(option.cache_params, name) for name in names},
-        )
-        option.cache_params.check(option.name, option.tensor.shape[0])
+        settings = {name: getattr(option.cache_params, name) for name in names}
+        option.cache_params = replace(placement, **settings)
     return kept
 
 
-def by_table(options: Sequence[ShardingOption]) -> dict[tuple[str, str], list[ShardingOption]]:
+def by_table(options: Sequence[ShardingOption]) -> dict[TablePath, list[ShardingOption]]:
     """Groups options by path of the module and name of the table, in order of appearance."""
-    found: dict[tuple[str, str], list[ShardingOption]] = {}
+    found: dict[TablePath, list[ShardingOption]] = {}
     for option in options:
         found.setdefault((option.path, option.name), []).append(option)
     return found
@@ -103,15 +83,6 @@ def cut_home_blocks(
         for shard, rows in zip(option.shards, block_rows_W, strict=True):
             shard.size, shard.offset = [rows, shard.size[1]], [start, 0]
             start += rows
-
-
-def copy_options(options: Sequence[ShardingOption]) -> list[ShardingOption]:
-    """Copies options and shards, but no values that a planner replaces and never changes, such as
-    times and hot rows: ranks assigned to the copies do not change the originals."""
-    copies = [copy.copy(option) for option in options]
-    for copied in copies:
-        copied.shards = [copy.copy(shard) for shard in copied.shards]
-    return copies
 
 
 def optimizer_class(option: ShardingOption) -> type | None:
@@ -148,8 +119,7 @@ def replica_budget_bytes(
     options_by_table: Sequence[Sequence[ShardingOption]], topology: Topology
 ) -> float:
     """Computes the bytes per rank that are free for replicas if tables are spread evenly."""
-    # each table in its smallest option
-    used = sum(min(_per_rank(o, topology) for o in options) for options in options_by_table)
+    used = sum(_per_rank(option, topology) for option in _smallest(options_by_table, topology))
     return max(0.0, _capacity_bytes(topology) * (1 - _RESERVED_SHARE) - used)
 
 
@@ -157,34 +127,37 @@ def explain_shortage(options: Sequence[ShardingOption], topology: Topology) -> P
     """Returns the error for a plan that does not fit; ``None`` if memory is sufficient."""
     if not options:
         return None
-    # each table in its smallest option
-    least = {
-        key: min(table_options, key=lambda option: _per_rank(option, topology))
-        for key, table_options in by_table(options).items()
-    }
-    needed = {key: _per_rank(option, topology) for key, option in least.items()}
+    least = _smallest(by_table(options).values(), topology)
     capacity = _capacity_bytes(topology)
     available = capacity * (1 - _RESERVED_SHARE)
-    total = sum(needed.values())
+    total = sum(_per_rank(option, topology) for option in least)
     if total <= available:
         return None
-    largest = max(needed, key=lambda key: (needed[key], key))
-    replicas = sum(map(replica_bytes, least.values()))
+    largest = max(least, key=lambda o: (_per_rank(o, topology), o.path, o.name))
+    replicas = sum(map(replica_bytes, least))
     memory = "ddr" if topology.compute_device == "cpu" else "hbm"
     smallest = int(total / (1 - _RESERVED_SHARE)) + 1
     message = (
         f"the tables need {total:,.0f} bytes of {memory} per rank, but a rank has {available:,.0f} "
         f"({capacity:,.0f} less {_RESERVED_SHARE:.0%} that TorchRec reserves); the largest is "
-        f"table {largest[1]!r} with {needed[largest]:,.0f}, {replica_bytes(least[largest]):,} of "
-        f"them replicas. Set {memory}_cap of the topology to at least {smallest:,}"
+        f"table {largest.name!r} with {_per_rank(largest, topology):,.0f}, "
+        f"{replica_bytes(largest):,} of them replicas. Set {memory}_cap of the topology to at "
+        f"least {smallest:,}"
     )
     if replicas and total - replicas <= available:
-        params = [option.cache_params for option in least.values()]
+        params = [option.cache_params for option in least]
         hot = sum(each.num_hot_rows for each in params if isinstance(each, HotColdParams))
         # replicas that fit, if all rows had the mean size
         most = int(hot * (available - (total - replicas)) / replicas)
         message += f", or request at most {most:,} hot rows instead of {hot:,}"
     return PlanError(message)
+
+
+def _smallest(
+    options_by_table: Iterable[Sequence[ShardingOption]], topology: Topology
+) -> list[ShardingOption]:
+    """Selects the option of each table that takes least memory."""
+    return [min(found, key=lambda o: _per_rank(o, topology)) for found in options_by_table]
 
 
 def _per_rank(option: ShardingOption, topology: Topology) -> float:
@@ -202,31 +175,28 @@ def _capacity_bytes(topology: Topology) -> float:
 
 def price_options(
     options: Sequence[ShardingOption],
-    added: Mapping[str, Mapping[str, StepCost]],
+    added: Mapping[TablePath, Mapping[str, StockCost]],
     world_size: int,
-) -> list[ShardingOption]:
+) -> None:
     """Sets ``Perf`` of options to what the table adds to a step of tables of that sharding type:
-    ``added`` by table name and type.
+    ``added`` by table and type.
 
     TorchRec's partitioner sums the ``Perf`` of the shards on a rank and compares ranks.
     ``Perf.total`` excludes the input dist, so its cost is added to the forward exchange. An
     owner-pooled table has the cost of a table-wise one, on its home rank; a row-exchanged table
-    that of a row-wise one, on all ranks. Returns the options without a predicted cost.
+    that of a row-wise one, on all ranks. Options without a predicted cost keep their ``Perf``.
     """
-    unpriced = []
     for option in options:
-        cost = added.get(option.name, {}).get(option.sharding_type)
+        cost = added.get((option.path, option.name), {}).get(option.sharding_type)
         if cost is None:
-            unpriced.append(option)
             continue
         # costs are means over ranks: a single shard has the work of all W ranks
         share = world_size / len(option.shards)
         perf = Perf(
-            fwd_compute=cost.forward_compute_ms * share,
-            fwd_comms=(cost.forward_comms_ms + cost.input_dist_ms) * share,
-            bwd_compute=cost.backward_compute_ms * share,
-            bwd_comms=cost.backward_comms_ms * share,
+            fwd_compute=cost.forward_ms * share,
+            fwd_comms=(cost.forward_wire_ms + cost.ids_ms + cost.ids_wire_ms) * share,
+            bwd_compute=cost.backward_ms * share,
+            bwd_comms=cost.backward_wire_ms * share,
         )
         for shard in option.shards:
             shard.perf = perf
-    return unpriced

@@ -1,14 +1,14 @@
 """``hot_cold_planner``: TorchRec's planner with the hot/cold enumerator.
 
-The partitioner, the performance model and the validation are TorchRec's. :class:`DecidedPlan`
-proposes the plan that the enumerator decided on; TorchRec's proposers follow if it does not fit.
+The proposers, the partitioner, the performance model and the validation are TorchRec's. They get
+only the options of the decided plan, and all options if that plan does not fit into memory.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -21,11 +21,8 @@ from torchrec.distributed.planner.proposers import (
     UniformProposer,
 )
 from torchrec.distributed.planner.types import (
-    Enumerator,
     ParameterConstraints,
     PlannerError,
-    Proposer,
-    ShardingOption,
     Topology,
 )
 from torchrec.distributed.sharding_plan import get_default_sharders
@@ -42,7 +39,7 @@ from torchrec_picasso.planner.hot_options import explain_shortage
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["DecidedPlan", "HotColdPlanner", "hot_cold_planner"]
+__all__ = ["HotColdPlanner", "hot_cold_planner"]
 
 _LOGGER = logging.getLogger("torchrec_picasso.planner")
 
@@ -119,71 +116,23 @@ def hot_cold_planner(
     if dense_ms is not None and not dense_ms >= 0:
         raise PlanError(f"dense_ms is {dense_ms}, expected milliseconds of at least 0")
     batch_size = batch_size or BATCH_SIZE
-    # a proposer of the caller replaces the decided plan
-    if planner_kwargs.get("proposer") is None:
+    # a proposer of the caller searches all options; ours follow if the decided plan does not fit
+    only_decided = planner_kwargs.get("proposer") is None
+    if only_decided:
         # TorchRec's proposers; on the CPU its grid search is slow and finds no better plan
         greedy = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
-        others = greedy if device == "cpu" else [GridSearchProposer(), *greedy]
-        planner_kwargs["proposer"] = DecidedPlan(others)
-    costs = (hot_rows, stats, curves, num_waves, dense_ms)
+        planner_kwargs["proposer"] = greedy if device == "cpu" else [GridSearchProposer(), *greedy]
+    enumerator = HotColdEnumerator(
+        topology, batch_size, hot_rows, stats, curves, num_waves, dense_ms, constraints=constraints
+    )
+    enumerator.only_decided = only_decided
     return HotColdPlanner(
         topology=topology,
         batch_size=batch_size,
-        enumerator=HotColdEnumerator(topology, batch_size, *costs, constraints=constraints),
+        enumerator=enumerator,
         constraints=constraints,
         **planner_kwargs,
     )
-
-
-class DecidedPlan(Proposer):
-    """Proposes the decided plan, a sharding type per table, which TorchRec's partitioner places;
-    the other proposers follow, in order, only if it does not fit."""
-
-    def __init__(self, others: Sequence[Proposer]) -> None:
-        self._others = list(others)
-        self._decided: list[ShardingOption] | None = None
-        self._left: list[Proposer] = []
-
-    def load(
-        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
-    ) -> None:
-        """Loads all options, and the decided ones from the enumerator."""
-        self._decided = None
-        if isinstance(enumerator, HotColdEnumerator):
-            self._decided = enumerator.decided_options(search_space)
-        self._left = list(self._others)
-        for proposer in self._left:
-            proposer.load(search_space, enumerator)
-
-    def propose(self) -> list[ShardingOption] | None:
-        """Returns the decided plan, or the next proposal of the other proposers."""
-        if self._decided is not None:
-            return self._decided
-        while self._left:
-            if proposal := self._left[0].propose():
-                return proposal
-            self._left.pop(0)  # it is exhausted
-        return None
-
-    def feedback(
-        self,
-        partitionable: bool,
-        plan: list[ShardingOption] | None = None,
-        perf_rating: float | None = None,
-        storage_constraint: Topology | None = None,
-    ) -> None:
-        """Ends the search if the decided plan was placed; else passes on to the other proposers."""
-        if self._decided is None:
-            self._left[0].feedback(partitionable, plan, perf_rating, storage_constraint)
-            return
-        self._decided = None
-        if partitionable:
-            self._left = []
-        else:
-            _LOGGER.warning(
-                "the plan with the shortest predicted step does not fit into memory; TorchRec's "
-                "proposers search for another plan"
-            )
 
 
 class HotColdPlanner(EmbeddingShardingPlanner):
@@ -202,7 +151,7 @@ class HotColdPlanner(EmbeddingShardingPlanner):
         if decision is None:
             raise PlanError(
                 "there is no decision yet: call plan(model, sharders) first, on this rank "
-                "(collective_plan decides on rank 0), and give each table its own name"
+                "(collective_plan decides on rank 0)"
             )
         return decision
 
@@ -217,11 +166,24 @@ class HotColdPlanner(EmbeddingShardingPlanner):
         Raises:
             PlanError: If the tables do not fit; names the largest table and the required memory.
         """
+        only_decided = self._enumerator.only_decided
         try:
-            plan = super().plan(module, sharders)
+            try:
+                plan = super().plan(module, sharders)
+            except PlannerError:
+                if not only_decided:
+                    raise
+                _LOGGER.warning(
+                    "the plan with the shortest predicted step does not fit into memory; "
+                    "TorchRec's proposers search for another plan"
+                )
+                self._enumerator.only_decided = False
+                plan = super().plan(module, sharders)
         except PlannerError as error:
             space = self._enumerator.last_stored_search_space or []
             raise (explain_shortage(space, self._topology) or error) from error
+        finally:
+            self._enumerator.only_decided = only_decided
         if self._enumerator.decision is not None:
             _log(self._enumerator.decision)
         return plan

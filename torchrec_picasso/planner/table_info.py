@@ -1,12 +1,25 @@
-"""Converts TorchRec's options of a table to the input of the decision."""
+"""Converts TorchRec's options of a table to the input of the decision.
+
+The reasons why a table cannot be hot/cold come from the functions that the sharder calls
+(:mod:`torchrec_picasso.storage.exactness`), with the settings that TorchRec will pass: the
+sharder's ``fused_params``, overridden by the optimizer fused into the table, overridden by the
+user's constraints.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner.types import ShardingOption, Topology
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingType
+from torchrec.distributed.utils import (
+    add_params_from_parameter_sharding,
+    convert_to_fbgemm_types,
+    merge_fused_params,
+    optimizer_type_to_emb_opt_type,
+)
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -16,12 +29,29 @@ from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.cost.table_work import TableLoad
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.frequency.collect import table_configs
+from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.choice import TableInfo
-from torchrec_picasso.planner.hot_options import optimizer_class
-from torchrec_picasso.planner.refusals import TableRefusals, required_form, why_no_bags
+from torchrec_picasso.planner.hot_options import offered_options, optimizer_class
+from torchrec_picasso.storage.exactness import (
+    Refusal,
+    is_updated_only_here,
+    why_no_hot_rows,
+    why_no_memory,
+    why_not_exact,
+    why_not_its_rows,
+)
 
-__all__ = ["assumed_curves", "config_of", "dense_bytes_of", "table_info", "stock_types_of"]
+__all__ = ["NOT_OFFERED", "assumed_curves", "dense_bytes_of", "table_info"]
 
+NOT_OFFERED = Refusal(
+    what="its sharder or its constraints do not allow hot/cold",
+    instead="allow row_wise with kernel fused",
+)
+"""Refusal of a table without a hot/cold option."""
+_USE_ROWS = "request form='rows'"
+_NO_REPLICAS = Refusal(
+    what="form='bags' was requested, and owner-pooled tables have no replicas", instead=_USE_ROWS
+)
 _BYTES_PER_MS_TO_GB_PER_S = 1e-6
 
 
@@ -30,22 +60,53 @@ def table_info(
     stats: FrequencyStats | None,
     *,
     batch_size: int,
-    refusals: TableRefusals,
+    sharder: ModuleSharder[nn.Module],
+    device_type: str,
     constrained_types: Collection[str] | None,
 ) -> TableInfo:
     """Builds the information about one table whose sharder supports hot/cold tables."""
-    first, config = options[0], config_of(options[0])
-    num_features = len(config.feature_names)
+    first = options[0]
+    # the module may wrap a collection
+    configs = (config for _, config in table_configs(first.module[1]))
+    config = next(config for config in configs if config.name == first.name)
+    params = _fused_params(first, getattr(sharder, "fused_params", None))
+    required = first.cache_params if isinstance(first.cache_params, HotColdParams) else None
+    is_pooled_by_owner = required is not None and required.form == "bags"
+    not_hot_cold = _why_not_hot_cold(options, config, params, is_pooled_by_owner, device_type)
+    no_hot_rows, is_only_hot_cold = None, required is not None
+    if not isinstance(params, Refusal):
+        no_hot_rows = why_no_hot_rows(params, data_type=config.data_type)
+        if not_hot_cold is None and is_updated_only_here(params, device_type=device_type):
+            is_only_hot_cold = True
+    return TableInfo(
+        load=_load(options, config, stats, batch_size),
+        not_hot_cold=not_hot_cold,
+        no_hot_rows=_NO_REPLICAS if is_pooled_by_owner else no_hot_rows,
+        no_bags=_why_no_bags(options),
+        required=required,
+        stock_types=() if is_only_hot_cold else _stock_types(options, constrained_types),
+        module=first.path,
+    )
+
+
+def _load(
+    options: Sequence[ShardingOption],
+    config: BaseEmbeddingConfig,
+    stats: FrequencyStats | None,
+    batch_size: int,
+) -> TableLoad:
+    """Returns the lookups of a rank's batch in a table."""
+    first, num_features = options[0], len(config.feature_names)
     # without statistics: pooling factors of the constraints, 1 by default, for each feature
     lookups_per_sample = sum(first.input_lengths) / max(1, len(first.input_lengths)) * num_features
     spectrum = None
     if stats is not None:
-        spectrum = stats.table(config.name).spectrum()
+        spectrum = stats.table(config.name).spectrum
         if stats.num_samples:
             lookups_per_sample = spectrum.num_lookups / stats.num_samples
     # stock sequence sharding returns one row per lookup, like a bag of one lookup
     is_pooled = isinstance(config, EmbeddingBagConfig)
-    load = TableLoad(
+    return TableLoad(
         name=config.name,
         num_embeddings=config.num_embeddings,
         dim=config.embedding_dim,
@@ -56,19 +117,74 @@ def table_info(
         element_bytes=first.tensor.element_size(),
         optimizer_share=optimizer_multiplier(optimizer_class(first), first.tensor.shape),
     )
-    is_only_hot_cold = required_form(options) is not None or refusals.is_only_hot_cold
-    return TableInfo(
-        load=load,
-        not_hot_cold=refusals.hot_cold.what if refusals.hot_cold else None,
-        no_hot_rows=refusals.hot_rows.what if refusals.hot_rows else None,
-        no_bags=why_no_bags(options),
-        required_form=required_form(options),
-        stock_types=() if is_only_hot_cold else stock_types_of(options, constrained_types),
-        module=first.path,
+
+
+def _why_not_hot_cold(
+    options: Sequence[ShardingOption],
+    config: BaseEmbeddingConfig,
+    params: dict[str, Any] | Refusal,
+    is_pooled_by_owner: bool,
+    device_type: str,
+) -> Refusal | None:
+    """Returns the first reason why a table cannot be hot/cold: its kind of rows, its options, its
+    settings, the exchange that the user requires, its memory."""
+    if (refusal := why_not_its_rows(config)) is not None:
+        return refusal
+    offered = offered_options(options, "bags" if is_pooled_by_owner else "rows")
+    if not offered:
+        return NOT_OFFERED
+    if isinstance(params, Refusal):
+        return params
+    refusal = why_not_exact(params, data_type=config.data_type, device_type=device_type)
+    if refusal is not None:
+        return refusal
+    if is_pooled_by_owner and (reason := _why_no_bags(options)) is not None:
+        return Refusal(what=f"form='bags' was requested, but {reason}", instead=_USE_ROWS)
+    refusal = why_no_memory(offered[0].compute_kernel, options[0].tensor.shape[1])
+    if refusal is not None:
+        return Refusal(what=f"it {refusal.what}", instead=refusal.instead)
+    return None
+
+
+def _fused_params(
+    option: ShardingOption, sharder_fused_params: dict[str, Any] | None
+) -> dict[str, Any] | Refusal:
+    """Computes the TBE arguments that TorchRec will pass, FBGEMM types, as in its
+    ``distributed/embeddingbag.py`` ``create_sharding_infos_by_sharding``."""
+    # copied, because the fused optimizer must not change
+    optimizer_kwargs = dict(getattr(option.tensor, "_optimizer_kwargs", [{}])[0])
+    optimizer = optimizer_class(option)
+    if optimizer is not None and "optimizer" not in optimizer_kwargs:
+        try:
+            optimizer_kwargs["optimizer"] = optimizer_type_to_emb_opt_type(optimizer)
+        except ValueError:
+            return Refusal(
+                what=f"TorchRec cannot fuse the optimizer {optimizer.__name__}",
+                instead="use one of torchrec.optim",
+            )
+    constrained = ParameterSharding(
+        sharding_type=ShardingType.ROW_WISE.value,
+        compute_kernel=option.compute_kernel,
+        stochastic_rounding=option.stochastic_rounding,
+        output_dtype=option.output_dtype,
     )
+    merged = merge_fused_params(sharder_fused_params, optimizer_kwargs)
+    return convert_to_fbgemm_types(add_params_from_parameter_sharding(merged, constrained))
 
 
-def stock_types_of(
+def _why_no_bags(options: Sequence[ShardingOption]) -> str | None:
+    """Returns the reason why a table cannot be owner-pooled; ``None`` = it can."""
+    module = options[0].module[1]
+    if isinstance(module, EmbeddingCollection):
+        return "its output is sequences, not bags"
+    if not isinstance(module, EmbeddingBagCollection):
+        return "feature processors weight its lookups on the rank of the batch"
+    if not offered_options(options, "bags"):
+        return "its sharder or its constraints do not allow table_wise with kernel fused"
+    return None
+
+
+def _stock_types(
     options: Sequence[ShardingOption], constrained_types: Collection[str] | None
 ) -> tuple[str, ...]:
     """Returns the stock sharding types that the planner may choose.
@@ -115,9 +231,3 @@ def assumed_curves(topology: Topology) -> CommCurves:
         device=topology.compute_device,
         ranks_per_host=topology.local_world_size,
     )
-
-
-def config_of(option: ShardingOption) -> BaseEmbeddingConfig:
-    """Returns the configuration of an option's table, whose module may wrap a collection."""
-    configs = (config for _, config in table_configs(option.module[1]))
-    return next(config for config in configs if config.name == option.name)

@@ -75,10 +75,6 @@ class Call:
         """Returns the tensor of an argument."""
         return next(operand for operand in self.operands if operand.name == name)
 
-    def find(self, name: str) -> Operand | None:
-        """Returns the tensor of an optional argument, or ``None``."""
-        return next((operand for operand in self.operands if operand.name == name), None)
-
     def only(self) -> Operand:
         """Returns the one tensor that depends on the batch."""
         if len(self.varying) != 1:

@@ -151,14 +151,17 @@ def difference_of(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | Non
         return None if are_few else f"differs in {num_off} of {whole.numel()} entries"
     if not whole.numel():
         return None
-    # per sample: |whole| and |cut - whole|, each summed over the other dims
-    whole, cut = whole.detach(), cut.detach()
-    whole_B, off_B = _sizes(whole, cut)
-    if not whole_B.isfinite().all():
-        if whole.isnan().any():
-            return "is not a number, so it cannot be compared"
-        endless = whole.isinf() & (whole == cut)
-        whole_B, off_B = _sizes(whole.masked_fill(endless, 0), cut.masked_fill(endless, 0))
+    if whole.isnan().any():
+        return "is not a number, so it cannot be compared"
+    # equal infinities do not differ; sums are at least in float32
+    endless, wide = whole.isinf() & (whole == cut), torch.promote_types(whole.dtype, torch.float32)
+    num_samples = whole.size(0) if whole.dim() else 1
+    whole_BX, cut_BX = (
+        each.detach().masked_fill(endless, 0).reshape(num_samples, -1).to(wide)
+        for each in (whole, cut)
+    )
+    # by sample: |whole| and |cut - whole|, each summed over the other dims
+    whole_B, off_B = whole_BX.abs().sum(1), (cut_BX - whole_BX).abs().sum(1)
     least = torch.finfo(whole_B.dtype).tiny
     mean = float(off_B.mean() / whole_B.mean().clamp_min(least))
     floor = (_NEGLIGIBLE * whole_B.mean()).clamp_min(least)
@@ -166,14 +169,6 @@ def difference_of(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | Non
     if mean <= tolerance.mean and median <= tolerance.median:
         return None
     return f"differs by {100 * max(mean, median):.2g} %"
-
-
-def _sizes(whole: Tensor, cut: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums ``|whole|`` and ``|cut - whole|`` by sample, both ``(B,)``, in float32 at least."""
-    wide = torch.promote_types(whole.dtype, torch.float32)
-    num_samples = whole.size(0) if whole.dim() else 1
-    flat, flat_cut = (each.reshape(num_samples, -1).to(wide) for each in (whole, cut))
-    return flat.abs().sum(1), (flat_cut - flat).abs().sum(1)
 
 
 def difference_of_outputs(

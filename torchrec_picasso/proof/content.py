@@ -12,7 +12,6 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from numbers import Number
 from operator import is_, ne
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -27,17 +26,15 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchrec_picasso.batches.split import PLAIN_TYPES
-from torchrec_picasso.proof.watch import is_users_module
 
 __all__ = [
+    "ATOMS",
     "CONTAINERS",
     "NOTHING",
     "Kept",
     "closure_of",
-    "has_attributes",
     "held_by",
     "is_class_statement",
-    "is_leaf",
     "is_plain_object",
     "random_states",
     "restored_randomness",
@@ -66,7 +63,9 @@ _PARTS: tuple[tuple[type, tuple[str, ...]], ...] = (
 """Types that hold functions, and where."""
 _HEAP_TYPE = 1 << 9
 
-_EQUAL = (type(None), str, bytes, int, float, bool, complex, MethodType, torch.Size, torch.device)
+ATOMS = (type(None), str, bytes, int, float, bool, complex)
+"""Types of values that hold nothing."""
+_EQUAL = (*ATOMS, MethodType, torch.Size, torch.device)
 """Types whose equal values are the same to every program."""
 
 
@@ -143,8 +142,7 @@ def held_by(value: Any) -> list[Any] | None:
         is_function = owner is None or isinstance(owner, ModuleType | type)
         return [] if is_function or type(owner).__name__ == "PyCapsule" else [owner]
     if isinstance(value, Enum):
-        own = vars(value).items()
-        return [held for name, held in own if name == "_value_" or not name.startswith("_")]
+        return [held for name, held in vars(value).items() if name != "__objclass__"]
     if isinstance(value, tuple | frozenset):
         return list(value)
     for kind, names in _PARTS:
@@ -152,9 +150,10 @@ def held_by(value: Any) -> list[Any] | None:
             return [getattr(value, name) for name in names]
     if isinstance(value, weakref.ref):
         return [value()]
-    # a descriptor of Python itself has no state either
+    # a descriptor of Python itself has no state either, nor has an annotation
     is_descriptor = hasattr(type(value), "__get__") and not is_class_statement(type(value))
-    return [] if is_descriptor or isinstance(value, _LEAVES) else None
+    is_empty = is_descriptor or type(value) is object or type(value).__module__ == "typing"
+    return [] if is_empty or isinstance(value, _LEAVES) else None
 
 
 def closure_of(function: FunctionType) -> list[tuple[str, Any, Any]]:
@@ -171,23 +170,6 @@ def closure_of(function: FunctionType) -> list[tuple[str, Any, Any]]:
 def is_class_statement(kind: type) -> bool:
     """Whether a class is from a class statement, so its attributes can be set."""
     return bool(kind.__flags__ & _HEAP_TYPE)
-
-
-def has_attributes(value: Any) -> bool:
-    """Whether a number, a text or a tuple, say, is of the user's own class, with attributes."""
-    kind = type(value)
-    is_plain = isinstance(value, (Number, str, bytes, tuple, frozenset))
-    if isinstance(value, Enum) or not (is_plain and is_class_statement(kind)):
-        return False
-    return hasattr(value, "__dict__") and is_users_module(kind.__module__)
-
-
-def is_leaf(value: Any) -> bool:
-    """Whether a value has nothing that could change, or that the proof does not watch elsewhere."""
-    if isinstance(value, Enum):
-        return all(isinstance(held, _LEAVES) for held in held_by(value) or ())
-    is_plain = isinstance(value, _LEAVES) or type(value).__module__ == "typing"
-    return type(value) is object or (is_plain and not has_attributes(value))
 
 
 class _Plain:
@@ -229,23 +211,19 @@ def why_disturbed() -> str | None:
     # a mode that comes later, such as one that counts, needs no other proof
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     others = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
-    return _why_kept() or (f"the mode {others[0]} is active" if others else None)
-
-
-def _why_kept() -> str | None:
-    """Names what would keep tensors of a forward."""
     if parametrize._cache_enabled:
         return "torch.nn.utils.parametrize.cached() keeps weights from one forward to the next"
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return "hooks on tensors that are saved for backward are set"
-    return None
+    return f"the mode {others[0]} is active" if others else None
 
 
 def settings() -> Hashable:
     """Settings of PyTorch by which a model may branch."""
     cudnn = torch.backends.cudnn
     return (
-        _why_kept(),
+        bool(parametrize._cache_enabled),
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
         torch.get_default_device(),
         torch.get_default_dtype(),
         torch.is_grad_enabled(),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torchrec.distributed.types import ShardedModule
 
-from torchrec_picasso.proof.content import Kept, restored_randomness
+from torchrec_picasso.proof.content import CONTAINERS, Kept, restored_randomness
 
 __all__ = [
     "MODULE_ATTRIBUTES",
@@ -80,15 +80,16 @@ def copy_model(model: nn.Module, shared: Iterable[nn.Module] = ()) -> nn.Module:
 def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restores at its end what the model's forward changes in its dense part.
 
-    This covers buffers, tensors in attributes, the attributes themselves, the lists, dicts and sets
-    in them, and the random states of Python, NumPy, the CPU and the device. The state of any other
-    object is not restored.
+    This covers buffers, tensors in attributes, the attributes themselves, the lists, dicts, sets
+    and deques in them, and the random states of Python, NumPy, the CPU and the device. The state of
+    any other object is not restored.
     """
     modules = [module for _, module in dense_modules(model)]
-    attributes = [(module, _own_attributes(module)) for module in modules]
-    values = [value for _, own in attributes for value in own.values()]
-    kept = [Kept("", module._buffers) for module in modules]
-    kept += [Kept("", value) for value in values if isinstance(value, (list, dict, set))]
+    # the containers that every module has, beside its buffers, are those of its structure
+    values = [v for m in modules for n, v in vars(m).items() if n not in MODULE_ATTRIBUTES]
+    places = [place for module in modules for place in (vars(module), module._buffers)]
+    places += [value for value in values if isinstance(value, CONTAINERS)]
+    kept = [Kept("", place) for place in places]
     # the tensor objects stay the same, since others may hold references to them; a tensor of an
     # attribute gets its data back after a write only, which its version shows
     buffers = [b for module in modules for b in module._buffers.values() if b is not None]
@@ -102,19 +103,10 @@ def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
         for container in kept:
             if container.has_changed():
                 container.restore()
-        for module, own in attributes:
-            for name in _own_attributes(module).keys() - own.keys():
-                del vars(module)[name]
-            vars(module).update(own)
         with torch.no_grad():
             for tensor, saved, version in data:
                 if version is None or tensor._version != version:
                     tensor.detach().copy_(saved)
-
-
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns the attributes of a module beside those of every module, and its mode."""
-    return {n: v for n, v in vars(module).items() if n not in MODULE_ATTRIBUTES - {"training"}}
 
 
 # -- hooks and backward --------------------------------------------------------------------------

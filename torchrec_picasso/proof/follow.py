@@ -11,9 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchrec_picasso.proof import places  # noqa: F401, registers its rules
+from torchrec_picasso.proof import places, rules  # noqa: F401, register their rules
 from torchrec_picasso.proof.call import RULES, Call, Operand
-from torchrec_picasso.proof.rules import POINTWISE
 from torchrec_picasso.proof.values import SAME, Kind, Sizes, UnprovedError, Value
 from torchrec_picasso.proof.watch import current_line
 
@@ -103,9 +102,9 @@ class Follower(TorchDispatchMode):
         self.num_operators += 1
         call = self._bound(func, args, kwargs)
         written = self._check(call, func)
-        is_pointwise = torch.Tag.pointwise in func.tags and call.name != "equal"
-        rule = RULES.get(call.name if namespace == "aten" else f"{namespace}.{call.name}")
-        rule = POINTWISE if namespace == "aten" and is_pointwise else rule
+        name = call.name if namespace == "aten" else f"{namespace}.{call.name}"
+        is_pointwise = namespace == "aten" and torch.Tag.pointwise in func.tags
+        rule = RULES.get("pointwise" if is_pointwise and name != "equal" else name)
         # without a rule the operator is decomposed, and the mode follows its parts
         if rule is None and call.varying:
             return self._decomposed(func, args, kwargs)
@@ -170,7 +169,6 @@ class Follower(TorchDispatchMode):
         return written
 
     def _name(self, tensor: Tensor) -> str:
-        """Describes a tensor with data."""
         return f"{self._names.get(id(tensor), 'a tensor from outside')}, once per micro-batch"
 
     def _note_views(self, call: Call, func: Any) -> None:

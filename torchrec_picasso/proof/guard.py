@@ -20,14 +20,13 @@ from torch._dynamo import OptimizedModule
 from torchrec.distributed.types import ShardedModule
 
 from torchrec_picasso.proof.content import (
+    ATOMS,
     CONTAINERS,
     NOTHING,
     Kept,
     closure_of,
-    has_attributes,
     held_by,
     is_class_statement,
-    is_leaf,
     is_plain_object,
     settings,
 )
@@ -50,12 +49,7 @@ from torchrec_picasso.proof.watch import (
 
 __all__ = ["Guard"]
 
-_HOOKS = {
-    "_forward_hooks": "forward hook",
-    "_forward_pre_hooks": "forward pre-hook",
-    "_backward_hooks": "backward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes of a module that hold hooks; ``torch.nn.modules.module`` has those on all modules."""
 _ADVICE = "it would run once per micro-batch"
 _MACHINERY = ("__dataclass_fields__", "__dataclass_params__", "__annotations__", "_abc_impl")
@@ -83,17 +77,14 @@ class Guard:
         self._cells: dict[int, tuple[str, Any, Any]] = {}
         self._weights: list[tuple[str, Tensor, bool, torch.dtype, Any]] = []
         self._forwards: list[tuple[type[nn.Module], Any, Any]] = []
-        # by id: equal code of another function may have other names
+        # by id, since equal code of another function may have other names; none for code in others
         self._functions: dict[int, list[FunctionType]] = {}
-        self._nested: set[int] = set()
         self._entered: dict[tuple[int, int], tuple[CodeType, dict[str, Any]]] = {}
-        for name in _HOOKS:
-            hooks = f"_global{name}"
-            self._keep_hooks("all modules", vars(nn.modules.module), hooks, hooks)
+        for hooks in _HOOKS:
+            self._keep_hooks("all modules", vars(nn.modules.module), f"_global{hooks}")
         self._walk([("", model), *((f"the class {t.__name__}", t) for t in types_in(batch))])
 
     def _refuse(self, reason: str | None) -> None:
-        """Records a reason, if there is one; only the first one is kept."""
         self.reason = self.reason or reason
 
     def _walk(self, members: Iterable[_Member]) -> None:
@@ -101,7 +92,7 @@ class Guard:
         todo = [(path, value, False) for path, value in members]
         while todo:
             path, value, is_library = todo.pop()
-            if id(value) in self._seen or is_leaf(value):
+            if id(value) in self._seen or type(value) in ATOMS:
                 continue
             self._seen[id(value)] = value  # alive, so that no other object gets its id
             if isinstance(value, nn.Module):  # PyTorch's and TorchRec's set state at first use
@@ -118,9 +109,10 @@ class Guard:
             return named + [(path, name) for name in before if not isinstance(name, str)]
         return [(path, member) for member in before]
 
-    def _keep_hooks(self, path: str, owner: Any, name: str, words: str) -> None:
+    def _keep_hooks(self, path: str, owner: Any, name: str) -> None:
         """Keeps a dictionary of hooks, and refuses hooks in it."""
         if self._keep(f"{path}.{name}", owner[name]):
+            words = name.strip("_").removesuffix("s").replace("_", " ")
             self._refuse(f"a {words} on {path}: {_ADVICE}")
 
     def _take(self, path: str, value: Any, is_library: bool) -> Iterable[_Member]:
@@ -137,7 +129,9 @@ class Guard:
         held = held_by(value)
         if held is not None:
             members: list[_Member] = [(path, part) for part in held]
-            if has_attributes(value):
+            # a number, a text or a tuple, say, of the user's own class
+            is_own = is_users_module(type(value).__module__) and not isinstance(value, Enum)
+            if is_own and hasattr(value, "__dict__"):
                 members += [*self._keep(path, vars(value)), (path, type(value))]
             return members
         if isinstance(value, Tensor):
@@ -161,8 +155,8 @@ class Guard:
         if is_compiled or attributes.get("_compiled_call_impl") is not None:
             self._refuse(f"{name} is compiled, so its operators are not seen")
             return ()
-        for hooks, words in _HOOKS.items():
-            self._keep_hooks(name, attributes, hooks, words)
+        for hooks in _HOOKS:
+            self._keep_hooks(name, attributes, hooks)
         if id(module) in self._given or isinstance(module, ShardedModule):
             # what the user's code may have hung on a module that does not run
             held = [(f"{name}.{n}", value) for n, value in attributes.items()]
@@ -255,13 +249,14 @@ class Guard:
         """Keeps what a function reads and writes beside its arguments, at its first call."""
         if (id(code), id(names)) in self._entered:
             return
-        functions = self._functions.get(id(code), [])
-        if not functions and id(code) not in self._nested:
+        if id(code) not in self._functions:
             self._refuse("is a function that was found nowhere in the model")
             return
         self._entered[id(code), id(names)] = code, names
-        self._nested.update(id(inner) for inner in code.co_consts if isinstance(inner, CodeType))
-        for function in functions:
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType):
+                self._functions.setdefault(id(inner), [])
+        for function in self._functions[id(code)]:
             self._walk(self._state_of(function))
         for reason in refusals_of(code):
             self._refuse(reason)
@@ -357,7 +352,7 @@ class Guard:
         try:
             made = Guard(self._model, self._modules, batch)
             for code, names in self._entered.values():
-                made._nested.add(id(code))
+                made._functions.setdefault(id(code), [])
                 made._examine(code, names)
         except Exception:  # any error of the user's attributes
             return None

@@ -86,15 +86,13 @@ def prove(
         loss_reduction: How the losses are reduced over samples: "mean", "sum", or "ratio", with
             losses ``(numerators, denominators)`` that are both sums.
     """
-    sizes = Sizes()
     named = (*module.named_parameters(), *module.named_buffers())
-    follower = Follower(sizes, {id(tensor): name for name, tensor in named})
+    names = {id(tensor): name for name, tensor in named}
+    follower = Follower(Sizes(), names)
     try:
         guard = Guard(module, [known.module for known in given], batch)
     except Exception as error:  # any error of the user's attributes
         return Proof(f"the model's state cannot be read ({type(error).__name__}: {error})")
-    mode = FakeTensorMode(shape_env=sizes.env, allow_non_fake_inputs=True)
-    mode.cache_enabled = False  # with symbols a hit costs more than it saves
 
     def refuse(reason: str) -> None:
         follower.refuse(reason)
@@ -102,7 +100,11 @@ def prove(
         guard.examine_all()
 
     def run() -> None:
-        sizes.begin()
+        nonlocal follower
+        sizes = Sizes()
+        follower = Follower(sizes, names)
+        mode = FakeTensorMode(shape_env=sizes.env, allow_non_fake_inputs=True)
+        mode.cache_enabled = False  # with symbols a hit costs more than it saves
         inputs = Inputs(sizes, follower, mode, num_samples(batch))
         made = inputs.like(batch, "batch")
         before = _places_in(made)
@@ -117,6 +119,8 @@ def prove(
             # the caller sees that, and a later epoch may read it; a micro-batch is a copy
             raise UnprovedError("the model changes the containers of its batch")
         _judge(result, loss_reduction, follower)
+        if follower.reason is not None:  # the model caught the error
+            raise UnprovedError(follower.reason)
 
     reason = guard.reason or why_disturbed()
     if reason is None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_picasso.proof.call import Call, Operand, Rule, rule
+from torchrec_picasso.proof.call import Call, Operand, rule
 from torchrec_picasso.proof.values import (
     SAME,
     SAMPLES,
@@ -22,7 +22,7 @@ from torchrec_picasso.proof.values import (
     plain,
 )
 
-__all__ = ["POINTWISE"]
+__all__: list[str] = []
 
 _COPIES = ("_to_copy", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "positive")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -33,14 +33,14 @@ _SUMS = ("add", "sub", "rsub", "copy", "neg", *_COPIES)
 
 
 @rule(
-    "_to_copy clone detach alias lift_fresh lift_fresh_copy copy prelu _prelu_kernel "
-    "floor_divide xlogy logical_and logical_or logical_not logical_xor masked_fill where",
+    "pointwise _to_copy detach alias lift_fresh lift_fresh_copy copy prelu _prelu_kernel "
+    "floor_divide masked_fill where",
     numbers=True,
     partial=True,
     places=True,
 )
 def pointwise(call: Call) -> Value:
-    """Applies to any elementwise operator."""
+    """Applies to operators that PyTorch tags as pointwise, and to others that are elementwise."""
     varying = call.varying
     is_partial = any(operand.value.is_partial for operand in varying)
     if call.name == "div" and len(varying) == 1 and is_partial and varying[0].name == "self":
@@ -59,9 +59,6 @@ def pointwise(call: Call) -> Value:
         if len(call.operands) != 2 or len(varying) != 2 or len(counted) != 1 or not is_known:
             raise UnprovedError("computes with places in the batch")
     return found
-
-
-POINTWISE = Rule(pointwise, numbers=True, partial=True, places=True)
 
 
 def _copied(call: Call, operand: Operand) -> Value:
@@ -118,9 +115,9 @@ def _divided(call: Call, divided: Operand) -> Value:
 @rule("fill zero", partial=True, places=True)
 def filled(call: Call) -> Value:
     """Fills a tensor in place; its old entries do not matter, only its rows."""
-    before, value = call.operand("self").value, call.find("value")
-    if value is not None and not value.is_same:
-        raise UnprovedError(f"fills a tensor with {value.value.kind.value}")
+    before = call.operand("self").value
+    if any(operand.name == "value" for operand in call.varying):
+        raise UnprovedError("fills a tensor with a value that depends on the batch")
     if before.kind is Kind.ROWS:
         return plain(before)
     if before.is_partial:
@@ -263,14 +260,10 @@ def product(call: Call) -> Value | None:
 def attention(call: Call) -> list[Value]:
     """Computes attention within each sample: batch in dim 0 of queries, keys, values and mask."""
     inputs = [call.operand(name) for name in ("query", "key", "value")]
-    mask = call.find("attn_mask") or call.find("attn_bias")
+    masks = [operand for operand in call.operands if operand.name in ("attn_mask", "attn_bias")]
     if any(operand.is_same or operand.value.dim for operand in inputs):
         raise UnprovedError("attends over the batch, or has queries or keys that samples share")
-    found = call.same_rows(inputs)
-    if mask is not None and mask.tensor.dim() == 4:
-        found = call.aligned([inputs[0], mask])
-    elif mask is not None and not mask.is_same:
-        raise UnprovedError("masks other samples")
+    found = call.aligned([*inputs, *masks])
     # outputs without the batch are for the backward: a model does not read them
     hidden = Value(Kind.HIDDEN)
     return [found if call.sizes.batch_dims(out) else hidden for out in call.outputs]

@@ -110,13 +110,6 @@ class Sizes:
         # with their place
         self._same_as: dict[str, str] = {}
         self._wanted: list[tuple[str, str, str]] = []
-        self._num_known = 0
-
-    def begin(self) -> None:
-        """Drops the recorded equalities and assumptions, for another forward."""
-        self._same_as.clear()
-        self._wanted.clear()
-        self._num_known = len(self.env.guards)
 
     def add(self, rows: str, count: int) -> torch.SymInt:
         """Makes a symbol for the number of these rows, ``count`` in the batch of the proof."""
@@ -207,13 +200,12 @@ class Sizes:
                 return f"{where} takes {one} and {other} for equally many, which they may not be"
         return None
 
-    def assumption(self, start: int | None = None) -> str | None:
+    def assumption(self, start: int = 0) -> str | None:
         """Describes an assumption of PyTorch's other than an equality; ``None`` = none.
 
-        Equalities are recorded as needed. Guards before ``start`` are skipped, by default those of
-        an earlier forward.
+        Equalities are recorded as needed. Guards before ``start`` are skipped.
         """
-        for guard in self.env.guards[self._num_known if start is None else start :]:
+        for guard in self.env.guards[start:]:
             one, other = (self._names.get(side) for side in _equal_sides(guard.expr))
             if one is None or other is None:
                 names = {symbol: sympy.Symbol(rows) for symbol, rows in self._names.items()}

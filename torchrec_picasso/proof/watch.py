@@ -14,7 +14,7 @@ from types import BuiltinFunctionType, CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchrec_picasso.proof.values import UnprovedError, is_symbolic
@@ -87,7 +87,6 @@ def _is_import(frame: FrameType) -> bool:
 
 
 def _line_of(frame: FrameType) -> str:
-    """File and line of a frame."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
@@ -109,8 +108,10 @@ _FORBIDDEN = {
 }
 _PAST_ATTRIBUTES = (
     *("__globals__", "__closure__", "__defaults__", "__kwdefaults__", "__code__"),
-    *("__dict__", "__class__", "__setattr__", "__delattr__", "__subclasses__"),
+    *("__dict__", "__class__", "__setattr__", "__delattr__", "__subclasses__", "__annotations__"),
+    *(vars(nn.Module()).keys() - {"training", "_parameters", "_buffers", "_modules"}),
 )
+"""Attributes that lead to state that the guard does not compare."""
 _GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR")
 _WRITING = ("STORE_ATTR", "DELETE_ATTR")
@@ -126,7 +127,9 @@ def refusals_of(code: CodeType) -> Iterator[str]:
         yield "asks whether a value is an int, which sizes are not here"
     if "type" in loaded and "Tensor" in code.co_names:
         yield "asks for the type of a tensor, which is another one here"
-    if "getattr" in loaded and not {*_PAST_ATTRIBUTES}.isdisjoint(code.co_consts):
+    # names for getattr or attrgetter
+    texts = [text for text in code.co_consts if isinstance(text, str)]
+    if any(name in _PAST_ATTRIBUTES for text in texts for name in text.split(".")):
         yield "takes attributes past its own"
     for place, instruction in enumerate(instructions):
         name, operation = instruction.argval, instruction.opname

@@ -1,7 +1,7 @@
 """The rows of one batch, from its features to the update of its rows; independent of module kinds.
 
 A batch passes the files in this order: ``valid_features``, ``request`` (which gives its
-``layout``), ``batch_rows``, ``batch_gradients``; ``group`` holds what outlives a batch. Between
+layout), ``batch_rows``, ``batch_gradients``; ``group`` holds what outlives a batch. Between
 batches ``refresher`` changes which rows are hot, by access counts (``hot_rows``).
 
 A driver decides when each operation runs: TorchRec's forward and the engine's backward

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.packed import HotReduction, PackedAllToAll, Payload
 from torchrec_picasso.rows.group import Matrices, RowGroup
-from torchrec_picasso.rows.layout import RowLayout
+from torchrec_picasso.rows.request import RowLayout
 from torchrec_picasso.rows.route import IncomingRequests, PackLayout
 from torchrec_picasso.storage.hot_homes import TouchedHot
 
@@ -130,17 +130,6 @@ class BatchGradients:
         pack = self._layout.packs[p]
         return pack.requests, pack.touched, self._at_home.tensors[p]
 
-    def update(self, wave: int | None = None, untrained: Collection[int] = ()) -> bool:
-        """Updates every row that the batch used, as :func:`update_rows`."""
-        return update_rows(self._group, [self], wave, untrained)
-
-    def count_uses(self, p: int) -> None:
-        """Adds the batch's rows of pack ``p`` to the access counts, if these are kept."""
-        uses = self._group.storages[p].uses
-        if uses is not None:
-            pack = self._layout.packs[p]
-            uses.count(pack.requests.home_rows_n, pack.hot_slots)
-
     def end(self, p: int) -> bool:
         """Marks the gradients of pack ``p`` as used; the last pack frees the memory, gives True."""
         self._packs_left.discard(p)
@@ -167,17 +156,18 @@ def update_rows(
     divisor = group.ranks.gradient_divisor
     are_updated = False
     for p in group.plan.packs_of(wave):
+        storage, packs = group.storages[p], [batch._layout.packs[p] for batch in gradients]
         arrived = [batch.arrived(p) for batch in gradients]
-        matrix = gradients[0]._layout.packs[p].matrix
-        if group.plan.module_M[matrix] not in untrained:
+        if group.plan.module_M[packs[0].matrix] not in untrained:
             requests, touched, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
             # Ranks sent sums; TorchRec trains with their mean.
             if divisor > 1:
                 grads.div_(divisor)
-            requests.update(group.storages[p], touched, grads)
+            requests.update(storage, touched, grads)
         # Rows of untrained modules are counted and released as well.
-        for batch in gradients:
-            batch.count_uses(p)
+        for batch, pack in zip(gradients, packs):
+            if storage.uses is not None:
+                storage.uses.count(pack.requests.home_rows_n, pack.hot_slots)
             are_updated = batch.end(p)
     return are_updated
 

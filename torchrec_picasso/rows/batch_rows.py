@@ -21,7 +21,7 @@ from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
 from torchrec_picasso.ops.row_order import CLEAN, dirty_exchange
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.group import Matrices, RowGroup
-from torchrec_picasso.rows.layout import RowLayout
+from torchrec_picasso.rows.request import RowLayout
 from torchrec_picasso.rows.route import Pooling
 from torchrec_picasso.storage.row_storage import RowStorage
 
@@ -44,9 +44,12 @@ class BatchRows:
         self.group = group
         self.layout = layout
         self._matrices = Matrices(group.buffers_M, layout.rows_M)
-        self._arrivals: list[_Arrival] = []
-        self._modules_left = len(group.plan.modules)
-        self._seen: set[str] = set()
+        self._arrivals: list[tuple[int, set[int], PackedAllToAll]] = []
+        """Exchanges in progress: number in fetch order, packs, handle."""
+        self.modules_left = len(group.plan.modules)
+        """Modules that still need the rows."""
+        self.tracked: set[int] = set()
+        """Modules whose rows TorchRec's trackers have recorded."""
 
     def looked_up(self, storage: RowStorage) -> Tensor:
         """Returns the home rows of a pack on this rank that any rank's batch looks up, hot or cold.
@@ -56,15 +59,6 @@ class BatchRows:
         pack = self.layout.packs[self.group.storages.index(storage)]
         rows = [pack.requests.home_rows_n.to(torch.int64), pack.touched.own_rows_o]
         return torch.cat(rows).unique()
-
-    def is_first_time(self, what: str) -> bool:
-        """Records an action by its name; returns whether it is the first for this batch.
-
-        TorchRec's trackers are called once per micro-batch, but record a batch once.
-        """
-        is_first = what not in self._seen
-        self._seen.add(what)
-        return is_first
 
     def fetch_clean(self) -> None:
         """Starts fetching the rows that the batch before does not update. Collective."""
@@ -97,7 +91,7 @@ class BatchRows:
                     )
                 )
             pending = PackedAllToAll(ranks, payloads, self.layout.most_rows, ranks.row_codec)
-        self._arrivals.append(_Arrival(exchange, frozenset(packs), pending))
+        self._arrivals.append((exchange, set(packs), pending))
 
     def read_hot(self) -> None:
         """Reads the replicas of this batch's hot rows into its matrices."""
@@ -126,9 +120,10 @@ class BatchRows:
         packs = self.group.plan.matrices[matrix]
         # Exchanges of later chunks and of other packs stay in progress.
         for arrival in list(self._arrivals):
-            is_needed = not arrival.packs.isdisjoint(range(packs.start, packs.stop))
-            if is_needed and arrival.exchange <= dirty_exchange(part):
-                arrival.pending.wait()
+            exchange, brought, pending = arrival
+            is_needed = not brought.isdisjoint(range(packs.start, packs.stop))
+            if is_needed and exchange <= dirty_exchange(part):
+                pending.wait()
                 self._arrivals.remove(arrival)
         # A pipeline may have started the fetch on another stream.
         return keep_for_current_stream(self._matrices.tensors[matrix])
@@ -157,34 +152,15 @@ class BatchRows:
             part=part,
             module=module,
             pooling_M=pooling_M,
-            weights_M=[
-                None if weights_N is None else pooling.lookup_weights(weights_N, are_new)
-                for pooling in pooling_M
-            ],
+            scales_M=[pooling.scales(weights_N, are_new) for pooling in pooling_M],
             batch_size=self.layout.sizes_K[part],
             sink=sink,
             is_last=is_last,
         )
 
-    def end_module(self) -> None:
-        """Ends the use by one module; after the last module the memory is released."""
-        self._modules_left -= 1
-        if not self._modules_left:
-            self.release()
-
     def release(self) -> None:
         """Ends the use of the rows' memory."""
         self._matrices.release()
-
-
-@dataclass(frozen=True, eq=False)
-class _Arrival:
-    """An exchange in progress that brings rows of some packs."""
-
-    exchange: int
-    """Number of the exchange in fetch order."""
-    packs: frozenset[int]
-    pending: PackedAllToAll
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +171,8 @@ class PartRows:
     part: int
     module: int
     pooling_M: Sequence[Pooling]
-    weights_M: Sequence[Tensor | None]
-    """Per-sample weights of each lookup, in bag order."""
+    scales_M: Sequence[Tensor | None]
+    """Factor of each lookup, in bag order: its weight, over the divisor of a mean."""
     batch_size: int | None
     """Samples per feature, or ``None`` when each feature has its own."""
     sink: GradientSink
@@ -216,10 +192,29 @@ class PartRows:
 
     @property
     def features(self) -> KeyedJaggedTensor:
-        """Features of the micro-batch, in the order of the tables; sequence modules only."""
-        rows = self.rows
-        matrix = rows.group.plan.modules[self.module][0]
-        return rows.layout.part_features(self.part, self.module, matrix)
+        """Features of a sequence module's micro-batch, in the order of its tables.
+
+        Lengths are known on the host; the module has one matrix.
+        """
+        layout, part = self.rows.layout, self.part
+        sizes_K = [size for size in layout.sizes_K if size is not None]
+        assert sizes_K, "sequences have one batch size"
+        features = layout.features_by_module[self.module]
+        (matrix,) = self.rows.group.plan.modules[self.module]
+        lookups_KF = [pooling_M[matrix].lookups_F for pooling_M in layout.pooling_KM]
+        low, batch_size = sum(sizes_K[:part]), sizes_K[part]
+        lengths_FB = features.lengths().view(len(lookups_KF[part]), sum(sizes_K))
+        # Values are ordered by feature, then micro-batch: F K pieces, of which every K-th from
+        # index `part` belongs to this micro-batch.
+        by_part = list(zip(*lookups_KF))
+        pieces = features.values().split([n for lookups_K in by_part for n in lookups_K])
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=torch.cat(pieces[part :: len(sizes_K)]),
+            lengths=lengths_FB[:, low : low + batch_size].reshape(-1),
+            stride=batch_size,
+            length_per_key=list(lookups_KF[part]),
+        )
 
     def arrive(self) -> Iterator[Tensor]:
         """Waits for the rows; yields those of one matrix at a time, as :meth:`BatchRows.arrive`."""
@@ -227,6 +222,8 @@ class PartRows:
             yield self.rows.arrive(self.part, matrix)
 
     def end(self) -> None:
-        """Ends the use of the rows, if no other micro-batch of the module needs them."""
+        """Ends the use of the rows by this micro-batch; the last use of all modules frees them."""
         if self.is_last:
-            self.rows.end_module()
+            self.rows.modules_left -= 1
+            if not self.rows.modules_left:
+                self.rows.release()

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
@@ -108,12 +107,18 @@ class RowGroup:
     @property
     def is_staggered(self) -> bool:
         """Whether the placement has several waves; such a module is exchanged alone."""
-        return any(route.is_staggered for route in self.routes)
+        # Waves of bags follow from the number of packs, not from the placement.
+        return any(len(route.plan.waves) > 1 for route in self.routes if route.shares_rows)
 
     @property
     def num_hot_rows(self) -> int:
         """Number of hot rows of all tables."""
         return sum(route.hot.num_rows for route in self.routes)
+
+    @property
+    def hot_rows(self) -> dict[str, Tensor]:
+        """The hot rows by table name, ascending int64; tables without hot rows are left out."""
+        return {t.name: t.hot_rows_H for t in self.tables if t.hot_rows_H.numel()}
 
     @property
     def hot_epoch(self) -> int:
@@ -135,7 +140,7 @@ class RowGroup:
     def tensors_of_hot_set(self) -> Iterator[Tensor]:
         """Yields the tensors of the hot set that requests read, for stream bookkeeping."""
         yield from (route.hot.ids_H for route in self.routes)
-        yield from (storage.hot_homes.own_row_by_slot for storage in self.storages)
+        yield from (storage.hot_homes.own_row_H for storage in self.storages)
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -144,13 +149,9 @@ class RowGroup:
         return torch.int32 if fits else torch.int64
 
     def check(self, features: KeyedJaggedTensor) -> None:
-        """Raises CompatError, on this rank alone, for features that a route cannot serve.
-
-        No header reports this reason to the other ranks.
-        """
+        """Raises CompatError as :meth:`.Route.check`."""
         for route in self.routes:
-            if (reason := route.why_not(features)) is not None:
-                raise CompatError(reason)
+            route.check(features)
 
     def in_one(self, features_by_module: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         """Concatenates the features of all modules, each in its own order, in the tables' order."""

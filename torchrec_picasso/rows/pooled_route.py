@@ -13,15 +13,15 @@ Header words of a pair of ranks: K numbers of samples, and A numbers of lookups.
 
 Shape letters: A packs of bags, F features, K parts, W ranks, S bags, N lookups, X words, D dim.
 
-Host syncs per batch on CUDA: one, for the first lookup of each home rank.
+Host syncs per batch on CUDA: one, for the lookups of each feature, and one per pack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import incoming_bag_order, reorder_bags
-from torchrec_picasso.ops.ids import PackedTable, shift_rows
+from torchrec_picasso.ops.ids import shift_rows
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
@@ -47,7 +47,6 @@ from torchrec_picasso.rows.route import (
     PackLayout,
     Pooling,
     Route,
-    RouteFeatures,
     RouteLayout,
     RouteRequest,
 )
@@ -73,7 +72,11 @@ class PooledRoute(Route):
     def __post_init__(self) -> None:
         super().__post_init__()
         num_packs = self.space.num_packs
-        homes = [(table.pack, _home_rank(table)) for table in self.tables]
+        # Waves of about equal numbers of packs, and a matrix for each pack.
+        self.plan = PackPlan.build(self.tables, self.device, owner_pooled_waves(num_packs))
+        # The home rank is the one that stores rows of the table.
+        rows_by_rank = [list(map(bool, table.block_rows_W)) for table in self.tables]
+        homes = [(t.pack, rows_W.index(True)) for t, rows_W in zip(self.tables, rows_by_rank)]
         assert homes == sorted(homes), "tables of one home must be side by side"
         self.features_by_home = [[0] * self.ranks.size for _ in range(num_packs)]
         """Number of features that each rank pools, by pack and rank."""
@@ -84,85 +87,67 @@ class PooledRoute(Route):
         self.incoming_order = lru_cache(maxsize=num_packs)(incoming_bag_order)
         """The permutation of incoming bags, kept for the packs of one batch."""
 
-    @cached_property
-    def plan(self) -> PackPlan:
-        """Waves of about equal numbers of packs, and a matrix for each pack."""
-        waves = owner_pooled_waves(self.space.num_packs)
-        return PackPlan.build(self.tables, self.device, waves)
-
-    @property
-    def features_of_blocks(self) -> Sequence[int]:
-        """Number of features by pack and home rank."""
-        return [num for features_W in self.features_by_home for num in features_W]
-
-    def why_not(self, features: KeyedJaggedTensor) -> str | None:
-        """Says that weights require gradients, which home ranks that apply them cannot give."""
+    def check(self, features: KeyedJaggedTensor) -> None:
+        """Refuses weights that require gradients, which home ranks that apply them cannot give."""
         weights_N = features.weights_or_none()
-        if weights_N is None or not weights_N.requires_grad:
-            return None
-        return (
-            f"the per-sample weights of features {', '.join(features.keys())} want gradients, and "
-            "some of their tables are hot/cold with form='bags', whose weights leave this rank; "
-            "use form='rows' for these tables, as hot_cold_planner(hot_rows=0) does, or "
-            "weights.detach()"
-        )
+        if weights_N is not None and weights_N.requires_grad:
+            raise CompatError(
+                f"the per-sample weights of features {', '.join(features.keys())} want gradients, "
+                "and some of their tables are hot/cold with form='bags', whose weights leave this "
+                "rank; use form='rows' for these tables, as hot_cold_planner(hot_rows=0) does, or "
+                "weights.detach()"
+            )
 
-    def read(self, features: RouteFeatures) -> _Request:
+    def read(
+        self, features: KeyedJaggedTensor, sizes_K: Sequence[int | None], first_lookup: int
+    ) -> _Request:
         """Splits the lookups of a batch by pack and home rank."""
-        return _Request(self, features)
-
-
-def _home_rank(table: PackedTable) -> int:
-    """Returns the rank that stores all rows of the table."""
-    return next(rank for rank, rows in enumerate(table.block_rows_W) if rows)
+        return _Request(self, features, [size for size in sizes_K if size is not None])
 
 
 class _Request(RouteRequest):
     """The request for the pooled bags of one batch."""
 
-    def __init__(self, route: PooledRoute, features: RouteFeatures) -> None:
-        values_N, weights_N = features.values_N, features.weights_N
+    def __init__(
+        self, route: PooledRoute, features: KeyedJaggedTensor, sizes_K: Sequence[int]
+    ) -> None:
+        values_N, weights_N = features.values(), features.weights_or_none()
         self._route = route
-        self._sizes_K = [size for size in features.sizes_K if size is not None]
-        num_samples, world_size = sum(self._sizes_K), route.ranks.size
-        # From one list of A W counts to W counts per pack.
-        lookups = features.lookups_of_blocks
-        starts = range(0, len(lookups), world_size)
-        self._lookups_AW = [lookups[start : start + world_size] for start in starts]
+        self._sizes_K = sizes_K
+        # A host sync for the lookups of each feature; from these those by pack and home rank.
+        lookups_F = features.length_per_key()
+        remaining = iter(lookups_F)
+        self._lookups_AW = [
+            [sum(islice(remaining, num_features)) for num_features in features_W]
+            for features_W in route.features_by_home
+        ]
         lookups_A = list(map(sum, self._lookups_AW))
-        # Bags of a feature are consecutive: (F, B) lengths sum to (F,) lookups.
-        lookups_F = features.lengths_S.view(route.num_features, num_samples).sum(1)
         # Row of the table plus the table's first row in the home rank's storage, shape (N,); rows
         # outside their table are 0.
         rows_N, self.outside_ids = shift_rows(
-            values_N, lookups_F, route.first_rows, route.space.feature_rows_F, torch.int64
+            values_N,
+            torch.tensor(lookups_F).to(values_N.device, non_blocking=True),
+            route.first_rows,
+            route.space.feature_rows_F,
+            torch.int64,
         )
-        if weights_N is not None:
-            first = features.first_lookup
-            weights_N = weights_N[first : first + values_N.numel()].float()
-            if weights_N.numel() != values_N.numel():
-                # Malformed, refused after the header: zeros of the right size until then.
-                weights_N = torch.zeros_like(values_N, dtype=torch.float32)
         self._rows_A = rows_N.split(lookups_A)
-        self._lengths_A = features.lengths_S.split(
-            [num_samples * num_features for num_features in route.plan.features_M]
+        self._lengths_A = features.lengths().split(
+            [sum(sizes_K) * num_features for num_features in route.plan.features_M]
         )
-        self._weights_A = None if weights_N is None else weights_N.split(lookups_A)
+        self._weights_A = None if weights_N is None else weights_N.float().split(lookups_A)
         # One message per home rank, shape (W, K + A).
         words_WX = torch.tensor([[*self._sizes_K, *n_A] for n_A in zip(*self._lookups_AW)])
         self.words = RouteWords(sent=[words_WX.to(values_N.device, non_blocking=True)])
         self._received_A: list[list[Tensor]] = []
 
-    def take_header(self, words: ReceivedWords) -> None:
+    def ids(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         ((words_WX,), _) = words
         samples_WK, lookups_WA = np.split(words_WX, [len(self._sizes_K)], axis=1)
         self._samples_WK = tuple(map(tuple, samples_WK.tolist()))
-        self._incoming_lookups_AW = lookups_WA.T.tolist()
-
-    def ids(self, dtype: torch.dtype) -> list[Payload]:
         payloads: list[Payload] = []
         for p, features_W in enumerate(self._route.features_by_home):
-            lookups_W, incoming_W = self._lookups_AW[p], self._incoming_lookups_AW[p]
+            lookups_W, incoming_W = self._lookups_AW[p], lookups_WA[:, p].tolist()
             own_features = features_W[self._route.ranks.rank]
             # One entry (sent, sent_W, received_W) per vector. Lengths: one per (sample, feature).
             vectors = [
@@ -236,7 +221,7 @@ class _Request(RouteRequest):
             rows.to(torch.int64),
             lengths,
             self._route.incoming_order(num_features, self._samples_WK, self._route.device),
-            keep_source=bool(weight_bits),
+            torch.arange(rows.numel(), device=rows.device) if weight_bits else None,
         )
         weights_N = None
         if weight_bits:
@@ -258,8 +243,7 @@ class _Request(RouteRequest):
             else:
                 weights_N = mean_weights(weights_N, ordered.offsets_S1, mean_S, rows.numel())
         # First bag of each exchange, shape (E + 1,). Nothing is fetched ahead: exchange 0 is empty.
-        edges = torch.tensor([0, *(by_fetch.rows(e).stop for e in range(len(counts_KW) + 1))])
-        edges = edges.to(ordered.offsets_S1.device, non_blocking=True)
+        edges = torch.tensor(by_fetch.edges).to(ordered.offsets_S1.device, non_blocking=True)
         return _IncomingBags(
             home_rows_n=ordered.ids_N,
             offsets_S1=ordered.offsets_S1,
@@ -351,15 +335,12 @@ class _PooledBags(Pooling):
     has_weights: bool
     """Whether home ranks received weights."""
 
-    def lookup_weights(self, weights_N: Tensor, are_new: bool) -> None:
+    def scales(self, weights_N: Tensor | None, are_new: bool) -> None:
         if are_new and self.has_weights:
             raise CompatError(_WEIGHTS_LEFT)
 
     def pool(self, rows_RD: Tensor, scales_N: Tensor | None) -> list[Tensor]:
         return self._blocks(rows_RD[self.vectors])
-
-    def columns(self, pieces: list[Tensor]) -> list[Tensor]:
-        return pieces
 
     def gradients(self, grads: Sequence[Tensor], scales_N: Tensor | None) -> Tensor:
         num_bags = self.vectors.stop - self.vectors.start

@@ -52,14 +52,10 @@ class Refresh:
             raise ConfigError("Refresh: " + "; ".join(told))
 
     @property
-    def half_life(self) -> float:
-        """Steps after which a use counts half."""
-        return self.every_steps if self.half_life_steps is None else self.half_life_steps
-
-    @property
     def fading(self) -> float:
         """Weight of a use a step later."""
-        return float(0.5 ** (1 / self.half_life))
+        half_life = self.every_steps if self.half_life_steps is None else self.half_life_steps
+        return float(0.5 ** (1 / half_life))
 
 
 def _problem(name: str, value: object) -> str | None:

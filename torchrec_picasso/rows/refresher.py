@@ -8,33 +8,18 @@ so every row has the same weights and state as without the change.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.rows.hot_rows import (
-    SavedUses,
-    change_hot_rows,
-    choose_swaps,
-    collect_uses,
-    give_uses,
-    take_census,
-    uses_of,
-)
+from torchrec_picasso.rows.hot_rows import CountedRoute, SavedUses
 from torchrec_picasso.rows.refresh_policy import Refresh
-from torchrec_picasso.rows.route import Route
-from torchrec_picasso.storage.row_uses import RowUses
 
 __all__ = ["Refreshed", "Refresher"]
 
 _log = logging.getLogger(__name__)
-
-_SAVED_A_SLOT = 4
-"""Cold rows of a home rank per replica when counts are saved; further rows rarely become hot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,49 +53,31 @@ class Refresher:
     def __init__(self, groups: Sequence[RowGroup], policy: Refresh) -> None:
         self.policy = policy
         self._groups = groups
-        self._counted = [
-            (route, packs)
-            for group in groups
-            for route in group.routes
-            if (packs := _packs_with_hot(route))
-        ]
+        counted = [CountedRoute(route) for group in groups for route in group.routes]
+        self._counted = [each for each in counted if each.uses_P]
+        self._uses = [uses for each in counted for uses in each.uses_P]
         self._step = 0
         self._evaluated_at = 0
         self._num_batches = 0.0  # of all ranks, decayed like the counts
         self._best_coverage = 0.0
         self._is_first_check = True
-        for route, packs in self._counted:
-            for pack in packs:
-                route.storages[pack].start_counting()
 
     def is_of(self, groups: Sequence[RowGroup]) -> bool:
         """Whether this refresher was made for these groups."""
         return list(map(id, groups)) == list(map(id, self._groups))
 
-    def hot_rows(self) -> dict[str, Tensor]:
-        """The hot rows by table name, int64, ascending; tables without hot rows are left out."""
-        return {
-            table.name: table.hot_rows_H
-            for route, _ in self._counted
-            for table in route.tables
-            if table.hot_rows_H.numel()
-        }
-
     def saved_uses(self) -> SavedUses:
         """Collects the access counts so far. Collective."""
         self._rescale()
-        uses_by_table: dict[str, tuple[Tensor, Tensor]] = {}
-        for route, packs in self._counted:
-            most_P = [_SAVED_A_SLOT * route.storages[pack].num_hot_rows for pack in packs]
-            uses_by_table |= collect_uses(route, packs, most_P)
-        return SavedUses(num_batches=self._num_batches, uses_by_table=uses_by_table)
+        uses = {name: uses for each in self._counted for name, uses in each.collect().items()}
+        return SavedUses(num_batches=self._num_batches, uses_by_table=uses)
 
     def go_on_with(self, saved: SavedUses) -> None:
         """Continues from another run's counts; all ranks call it, before the first step."""
         self._rescale()
         self._num_batches = saved.num_batches
-        for route, packs in self._counted:
-            give_uses(route, packs, saved.uses_by_table)
+        for each in self._counted:
+            each.give(saved.uses_by_table)
 
     def step(self) -> Refreshed | None:
         """Ends a training step. Collective in steps with an evaluation or a check.
@@ -145,16 +112,13 @@ class Refresher:
         ``coverage`` and ``home_uses_W`` are those since the last evaluation or check.
         """
         self._rescale()
-        num_moved = moved_bytes = 0
-        for route, packs in self._counted:
-            moved, route_bytes = self._refresh_route(route, packs)
-            num_moved += moved
-            moved_bytes += route_bytes
+        moved = [each.refresh(self.policy, self._num_batches) for each in self._counted]
+        num_moved, moved_bytes = map(sum, zip(*moved))
         self._begin_window()
         self._evaluated_at, self._is_first_check = self._step, True
         refreshed = Refreshed(
             step=self._step,
-            num_hot=sum(route.hot.num_rows for route, _ in self._counted),
+            num_hot=sum(each.route.hot.num_rows for each in self._counted),
             num_moved=num_moved,
             moved_bytes=moved_bytes,
             coverage=coverage,
@@ -163,75 +127,32 @@ class Refresher:
         _log.info("hot set refreshed: %s", refreshed)
         return refreshed
 
-    def _refresh_route(self, route: Route, packs: Sequence[int]) -> tuple[int, int]:
-        """Evaluates the hot rows of one route, and changes them. Collective.
-
-        Returns the number of rows that entered, and their bytes.
-        """
-        # largest number of rows of each pack that one evaluation may replace
-        most_P = [
-            max(1, int(self.policy.most_moved * route.storages[pack].num_hot_rows))
-            for pack in packs
-        ]
-        census_P = take_census(route, packs, most_P)
-        swaps_P = [
-            choose_swaps(
-                census.hot_uses_H,
-                census.candidate_ids_C,
-                census.candidate_uses_C,
-                num_batches=self._num_batches,
-                deviations=self.policy.deviations,
-                most=most,
-            )
-            for census, most in zip(census_P, most_P)
-        ]
-        moved_P = [leaving_s.numel() for leaving_s, _ in swaps_P]
-        if any(moved_P):
-            change_hot_rows(route, packs, census_P, swaps_P)
-        # weight and optimizer state of one row of each pack
-        row_bytes_P = [
-            sum(rows.replicas[:1].nbytes for rows in route.storages[pack].tables.per_row())
-            for pack in packs
-        ]
-        return sum(moved_P), sum(moved * size for moved, size in zip(moved_P, row_bytes_P))
-
     def _coverage(self) -> tuple[float, tuple[int, ...]]:
         """Share of accesses to hot rows, and accesses by home rank. Collective."""
-        route, _ = self._counted[0]
-        ranks = route.ranks
-        uses = list(self._uses())
-        sent = torch.tensor(
-            [sum(u.num_hot for u in uses), sum(u.num_cold for u in uses)], device=route.device
+        route = self._counted[0].route
+        num_hot, num_cold = (
+            sum(u.num_hot for u in self._uses),
+            sum(u.num_cold for u in self._uses),
         )
-        hot_W, cold_W = ranks.gather(sent).t().tolist()
+        sent = torch.tensor([num_hot, num_cold], device=route.device)
+        hot_W, cold_W = route.ranks.gather(sent).t().tolist()
         total = sum(hot_W) + sum(cold_W)
         return (sum(hot_W) / total if total else 0.0), tuple(cold_W)
 
     def _decay(self) -> None:
         """Decays all counts, so that later steps weigh more."""
-        self._num_batches = self._num_batches * self.policy.fading + self._counted[0][0].ranks.size
-        for uses in self._uses():
+        self._num_batches = (
+            self._num_batches * self.policy.fading + self._counted[0].route.ranks.size
+        )
+        for uses in self._uses:
             uses.fade(self.policy.fading)
 
     def _rescale(self) -> None:
         """Rescales all counts so that the latest access counts 1."""
-        for uses in self._uses():
+        for uses in self._uses:
             uses.settle()
 
     def _begin_window(self) -> None:
         """Restarts the counts that coverage is measured from."""
-        for uses in self._uses():
+        for uses in self._uses:
             uses.begin_window()
-
-    def _uses(self) -> Iterator[RowUses]:
-        """Yields the counts of each pack."""
-        for route, packs in self._counted:
-            for pack in packs:
-                yield uses_of(route, pack)
-
-
-def _packs_with_hot(route: Route) -> list[int]:
-    """Lists the packs that have hot rows, and cold rows to choose from."""
-    hot_P = [end - start for start, end in pairwise(route.hot.start_P1)]
-    rows_P = map(sum, route.space.home_rows_PW)
-    return [pack for pack, (hot, rows) in enumerate(zip(hot_P, rows_P)) if 0 < hot < rows]

@@ -5,17 +5,17 @@ All operations here concern ids and run ahead of the step that needs the rows. T
 operation joins what the routes send into one collective. Invalid input is counted and replaced by
 harmless values, so that every rank reaches the header, which reports the error to all ranks.
 
-Shape letters: F features, K parts, M matrices, N lookups, P packs, S bags, W ranks.
+Shape letters: F features, K parts and chunks, M matrices, N lookups, P packs, S bags, W ranks.
 
-Host syncs per batch on CUDA: one with several routes, for the first lookup of each block, beside
-those of the routes.
+Host syncs per batch on CUDA: one with several routes, for the lookups of each feature, beside those
+of the routes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import reduce
-from itertools import accumulate, pairwise
 from operator import add
 
 import torch
@@ -25,11 +25,50 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.exchange.header import Header, HeaderExchange, HeaderWords
 from torchrec_picasso.exchange.packed import PackedAllToAll
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.rows.layout import RowLayout
-from torchrec_picasso.rows.route import PackLayout, Pooling, Route, RouteFeatures
+from torchrec_picasso.rows.route import PackLayout, Pooling
 from torchrec_picasso.rows.valid_features import are_bad, padded, raise_on_bad_input
 
-__all__ = ["RowRequest", "with_new_layout"]
+__all__ = ["RowLayout", "RowRequest", "with_new_layout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """Positions of a batch's rows, on the rank that uses them and on the ranks that store them.
+
+    Ids and gradients are in request order, one exchange per chunk; rows are in fetch order. A bag
+    that its home rank pools counts as a row.
+    """
+
+    features_by_module: Sequence[KeyedJaggedTensor]
+    """The batch's features by module, in the order of the module's tables."""
+    sizes_K: Sequence[int | None]
+    """Samples of each micro-batch; ``None`` if every feature has its own batch size."""
+    hot_epoch: int
+    """Epoch of the hot set that the slots belong to."""
+    most_rows: int
+    """A bound of the rows that any rank's batch asks for, equal on all ranks."""
+    packs: Sequence[PackLayout]
+    rows_M: Sequence[int]
+    """Number of rows of each matrix that this rank uses."""
+    pooling_KM: Sequence[Sequence[Pooling]]
+    weights_N: Tensor | None
+    """Per-sample weights of the input batch, in KeyedJaggedTensor order."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held, for stream bookkeeping."""
+        for features in self.features_by_module:
+            yield from (features.values(), features.lengths())
+            optional = (features.weights_or_none(), features.offsets_or_none())
+            yield from (tensor for tensor in optional if tensor is not None)
+        for pack in self.packs:
+            yield pack.hot_slots
+            yield from pack.touched
+            yield from pack.requests.tensors()
+        for pooling_M in self.pooling_KM:
+            for pooling in pooling_M:
+                yield from pooling.tensors()
+        if self.weights_N is not None:
+            yield self.weights_N
 
 
 class RowRequest:
@@ -49,7 +88,8 @@ class RowRequest:
     """
 
     _header_exchange: HeaderExchange
-    _header: Header
+    header: Header
+    """The information of all ranks; available after :meth:`send_ids`."""
     _ids: PackedAllToAll
 
     def __init__(
@@ -74,12 +114,20 @@ class RowRequest:
         one_size = None if is_variable else features.stride()
         self._sizes_K: Sequence[int | None] = [one_size] if sizes_K is None else sizes_K
         self._weights_N = features.weights_or_none() if group.plan.takes_weights else None
-        by_route = _by_route(features, self._weights_N, self._sizes_K, group.routes)
-        self.routes = [route.read(own) for route, own in zip(group.routes, by_route)]
+        bad_weights = torch.zeros((), dtype=torch.int64, device=features.values().device)
+        if self._weights_N is not None:
+            bad_weights = torch.isfinite(self._weights_N).logical_not().sum()
+        # The features of a route follow those of the route before it.
+        by_route, self.routes, first_lookup = [features], [], 0
+        if len(group.routes) > 1:
+            by_route = features.split([sum(route.plan.features_M) for route in group.routes])
+        for route, own in zip(group.routes, by_route):
+            self.routes.append(route.read(own, self._sizes_K, first_lookup))
+            first_lookup += own.values().numel()
         self.words = HeaderWords(
             routes=[request.words for request in self.routes],
             outside_ids=reduce(add, [request.outside_ids for request in self.routes]),
-            bad_weights=_count_bad_weights(self._weights_N, features.values().device),
+            bad_weights=bad_weights,
             bad_lengths=are_bad(validated),
             has_data=has_data,
             looks_up_nothing=not features.values().numel(),
@@ -97,21 +145,14 @@ class RowRequest:
         Raises InputError on all ranks if any rank's ids, weights or lengths are invalid.
         """
         group = self._group
-        self._header = header = self._header_exchange.wait()
+        self.header = header = self._header_exchange.wait()
         if not header.any_data:
             return False
         raise_on_bad_input(header, group.tables, self.features, self._validated, group.ranks.rank)
-        for request, words in zip(self.routes, header.routes):
-            request.take_header(words)
-        payloads = [p for request in self.routes for p in request.ids(group.row_dtype)]
+        pairs = zip(self.routes, header.routes)
+        payloads = [p for request, words in pairs for p in request.ids(words, group.row_dtype)]
         self._ids = PackedAllToAll(group.ranks, payloads, header.most_rows)
         return True
-
-    @property
-    def any_looks_up_nothing(self) -> bool:
-        """Whether any rank's batch has no lookup, equal on all ranks; valid after
-        :meth:`send_ids`."""
-        return self._header.any_looks_up_nothing
 
     def receive_ids(self) -> None:
         """Waits for the ids: after it the home ranks know the requested rows."""
@@ -156,51 +197,3 @@ def with_new_layout(group: RowGroup, layout: RowLayout) -> RowLayout:
         request.send_ids()
         request.receive_ids()
         return request.lay_out()
-
-
-def _by_route(
-    features: KeyedJaggedTensor,
-    weights_N: Tensor | None,
-    sizes_K: Sequence[int | None],
-    routes: Sequence[Route],
-) -> Iterator[RouteFeatures]:
-    """Yields the features of each route, which follow each other in the batch."""
-    values_N, lengths_S, offsets_S1 = features.values(), features.lengths(), features.offsets()
-    strides_F = features.stride_per_key()
-    features_of_blocks = [num for route in routes for num in route.features_of_blocks]
-    # First bag of each feature, then of each block, on the host.
-    bag_at = [0, *accumulate(strides_F)]
-    edges = [bag_at[feature] for feature in accumulate(features_of_blocks, initial=0)]
-    lookup_at = [0, values_N.numel()]
-    if len(features_of_blocks) > 1:
-        on_device = torch.tensor(edges).to(offsets_S1.device, non_blocking=True)
-        lookup_at = offsets_S1.index_select(0, on_device).tolist()
-    block = feature = 0
-    for route in routes:
-        end_block = block + len(route.features_of_blocks)
-        end_feature = feature + route.num_features
-        bags = slice(edges[block], edges[end_block])
-        lookups = slice(lookup_at[block], lookup_at[end_block])
-        yield RouteFeatures(
-            values_N=_part(values_N, lookups),
-            lengths_S=_part(lengths_S, bags),
-            offsets_S1=_part(offsets_S1, slice(bags.start, bags.stop + 1)),
-            first_lookup=lookups.start,
-            weights_N=weights_N,
-            strides_F=strides_F[feature:end_feature],
-            sizes_K=sizes_K,
-            lookups_of_blocks=[
-                end - start for start, end in pairwise(lookup_at[block : end_block + 1])
-            ],
-        )
-        block, feature = end_block, end_feature
-
-
-def _part(values: Tensor, where: slice) -> Tensor:
-    return values if where == slice(0, len(values)) else values[where]
-
-
-def _count_bad_weights(weights_N: Tensor | None, device: torch.device) -> Tensor:
-    if weights_N is None:
-        return torch.zeros((), dtype=torch.int64, device=device)
-    return torch.isfinite(weights_N).logical_not().sum()

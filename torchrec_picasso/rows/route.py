@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.exchange.ranks import Ranks
-from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable
+from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable, table_bases
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import ExchangeSplits, FetchOrder
 from torchrec_picasso.storage.hot_homes import TouchedHot
@@ -34,7 +34,6 @@ __all__ = [
     "PackLayout",
     "Pooling",
     "Route",
-    "RouteFeatures",
     "RouteLayout",
     "RouteRequest",
 ]
@@ -58,40 +57,17 @@ class Route(ABC):
     storages: Sequence[RowStorage]
     ranks: Ranks
     device: torch.device
+    plan: PackPlan = field(init=False)
+    """Waves and matrices of the packs."""
 
     def __post_init__(self) -> None:
         self.space = IdSpace.build(self.tables, self.device)
         self.hot = HotSlots.build(self.tables, self.device)
 
-    @property
-    @abstractmethod
-    def plan(self) -> PackPlan:
-        """Waves and matrices of the packs."""
-
-    @property
-    def num_features(self) -> int:
-        """Number of features of all tables."""
-        return sum(self.plan.features_M)
-
-    @property
-    def is_staggered(self) -> bool:
-        """Whether the tables' placement has several waves, so that no other module joins them."""
-        return False
-
-    @property
-    def features_of_blocks(self) -> Sequence[int]:
-        """Number of features of each block; the host learns the number of lookups of a block.
-
-        A block is a run of features whose lookups go the same way: by default all features.
-        """
-        return (self.num_features,)
-
     def id_ranges(self) -> Iterator[tuple[PackedTable, int, int]]:
-        """Yields each table with its first packed id and the end of its packed ids."""
-        base = 0
-        for table in self.tables:
-            yield table, base, base + table.num_embeddings
-            base += table.num_embeddings
+        """Returns each table with its first packed id and the end of its packed ids."""
+        bases = table_bases(self.tables)
+        return zip(self.tables, bases, bases[1:])
 
     def hot_ids_by_pack(self) -> list[Tensor]:
         """Returns the packed ids of each pack's hot rows, int64, ascending."""
@@ -110,33 +86,22 @@ class Route(ABC):
         assert hot.start_P1 == self.hot.start_P1, "a pack keeps its number of replicas"
         self.hot = hot
 
-    def why_not(self, features: KeyedJaggedTensor) -> str | None:
-        """Says why the route cannot serve the features of a module; ``None`` = it can."""
-        return None
+    def check(self, features: KeyedJaggedTensor) -> None:
+        """Raises CompatError, on this rank alone, for features of a module that it cannot serve.
+
+        No header reports this reason to the other ranks. By default it serves all.
+        """
+        return
 
     @abstractmethod
-    def read(self, features: RouteFeatures) -> RouteRequest:
-        """Reads the ids of a batch. Sends nothing."""
+    def read(
+        self, features: KeyedJaggedTensor, sizes_K: Sequence[int | None], first_lookup: int
+    ) -> RouteRequest:
+        """Reads the ids of the route's features in a batch. Sends nothing.
 
-
-@dataclass(frozen=True, kw_only=True)
-class RouteFeatures:
-    """The features of one route in a batch, consecutive in the batch's KeyedJaggedTensor."""
-
-    values_N: Tensor
-    lengths_S: Tensor
-    offsets_S1: Tensor
-    """First lookup of each bag, and the end, counted over all features of the batch."""
-    first_lookup: int
-    """First lookup of the route among those of the batch."""
-    weights_N: Tensor | None
-    """Per-sample weights, if they have an effect; their number may be wrong before the header."""
-    strides_F: Sequence[int]
-    """Bags of each feature."""
-    sizes_K: Sequence[int | None]
-    """Samples of each micro-batch; ``None`` if every feature has its own batch size."""
-    lookups_of_blocks: Sequence[int]
-    """Lookups of each of the route's ``features_of_blocks``."""
+        ``sizes_K`` are the samples of each micro-batch, one ``None`` if every feature has its own
+        batch size; ``first_lookup`` is the number of lookups of the batch's earlier features.
+        """
 
 
 class RouteRequest(ABC):
@@ -148,12 +113,9 @@ class RouteRequest(ABC):
     """Number of lookups outside their table, 0-d integer."""
 
     @abstractmethod
-    def take_header(self, words: ReceivedWords) -> None:
-        """Reads the header words of all ranks."""
-
-    @abstractmethod
-    def ids(self, dtype: torch.dtype) -> list[Payload]:
-        """Returns what goes to home ranks before the layout, in the wire's integer type."""
+    def ids(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
+        """Reads the header words of all ranks, and returns what goes to home ranks before the
+        layout, in the wire's integer type."""
 
     def dirty_mask(self, before: Any) -> list[Payload]:
         """Returns the dirty mask, uint8, from the same route's request of the batch before.
@@ -218,8 +180,8 @@ class Pooling(ABC):
     lookups_F: Sequence[int] = ()
     """Number of lookups of each feature of a sequence matrix."""
 
-    def lookup_weights(self, weights_N: Tensor, are_new: bool) -> Tensor | None:
-        """Returns the weights of the lookups that this rank pools, in bag order.
+    def scales(self, weights_N: Tensor | None, are_new: bool) -> Tensor | None:
+        """Returns weights times the factors of means, in bag order; ``None`` = all are 1.
 
         ``weights_N`` are those of the batch, in KeyedJaggedTensor order; ``are_new`` says whether
         they differ from those of the request. Raises CompatError if the route cannot apply new
@@ -227,17 +189,16 @@ class Pooling(ABC):
         """
         return None
 
-    def scales(self, weights_N: Tensor | None) -> Tensor | None:
-        """Combines weights with the factors of means: scales, ``(N,)``; ``None`` = all are 1."""
-        return None
-
     @abstractmethod
     def pool(self, rows_RD: Tensor, scales_N: Tensor | None) -> list[Tensor]:
         """Pools the vectors of the matrix."""
 
-    @abstractmethod
     def columns(self, pieces: list[Tensor]) -> list[Tensor]:
-        """Reshapes the pieces to columns of the module's output, ``(B, columns)``."""
+        """Reshapes the pieces, in autograd, to columns of the module's output: ``(B, columns)``.
+
+        Flat if every feature has its own batch size; ``(N, D)`` for sequences.
+        """
+        return pieces
 
     @abstractmethod
     def gradients(self, grads: Sequence[Tensor], scales_N: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from functools import partial, reduce
+from functools import reduce
 from itertools import accumulate
 from operator import or_
 from typing import TypeVar
@@ -138,26 +138,16 @@ def raise_on_bad_input(
     All ranks raise together; the rank with the error names feature, table, value and range. Tables
     are in the order of this rank's features, which ``validated`` has before they were concatenated.
     """
+    given = [mended.given for mended in validated if isinstance(mended, RepairedFeatures)]
+    errors = filter(None, map(length_error, given))
+    # The rank with the error describes its own values; the other ranks name that rank.
     for counts_W, describe, what in (
-        (
-            header.bad_lengths_W,
-            partial(_describe_lengths, validated),
-            "lengths that do not fit its values",
-        ),
-        (
-            header.outside_ids_W,
-            partial(_describe_outside_id, tables, features),
-            "ids outside their tables",
-        ),
-        (
-            header.bad_weights_W,
-            partial(_describe_bad_weight, tables, features),
-            "per-sample weights that are not finite",
-        ),
+        (header.bad_lengths_W, lambda *_: next(errors), "lengths that do not fit its values"),
+        (header.outside_ids_W, _describe_outside_id, "ids outside their tables"),
+        (header.bad_weights_W, _describe_bad_weight, "per-sample weights that are not finite"),
     ):
-        # The rank with the error describes its own values; the other ranks name that rank.
         if counts_W[rank]:
-            raise InputError(describe(counts_W[rank]))
+            raise InputError(describe(tables, features, counts_W[rank]))
         for other, count in enumerate(counts_W):
             if count:
                 number = "" if count is True else f"{count} "
@@ -167,20 +157,14 @@ def raise_on_bad_input(
                 )
 
 
-def _describe_lengths(validated: Sequence[KeyedJaggedTensor], count: int) -> str:
-    given = [mended.given for mended in validated if isinstance(mended, RepairedFeatures)]
-    return next(filter(None, map(length_error, given)))
-
-
 def _describe_outside_id(
     tables: Sequence[PackedTable], features: KeyedJaggedTensor, count: int
 ) -> str:
     # Repeats the check of shift_rows on the host, to find the first invalid lookup.
-    rows_F = torch.tensor([table.num_embeddings for _, table in _features_of(tables)])
+    rows_F = torch.tensor([t.num_embeddings for t in tables for _ in t.feature_names])
     rows_N = rows_F.repeat_interleave(torch.tensor(features.length_per_key()))
     ids_N = features.values().cpu()
-    first = int(((ids_N < 0) | (ids_N >= rows_N)).nonzero()[0])
-    feature, table = _feature_of_lookup(tables, features, first)
+    first, feature, table = _first_bad((ids_N < 0) | (ids_N >= rows_N), tables, features)
     return (
         f"feature {feature!r} looks up row {int(ids_N[first])} of table {table.name!r}, whose rows "
         f"are 0..{table.num_embeddings - 1}; {count} such ids in this rank's batch. Hash or clamp "
@@ -192,8 +176,7 @@ def _describe_bad_weight(
     tables: Sequence[PackedTable], features: KeyedJaggedTensor, count: int
 ) -> str:
     weights_N = features.weights().cpu()
-    first = int(torch.isfinite(weights_N).logical_not().nonzero()[0])
-    feature, table = _feature_of_lookup(tables, features, first)
+    first, feature, table = _first_bad(~torch.isfinite(weights_N), tables, features)
     return (
         f"feature {feature!r} of table {table.name!r} has per-sample weight "
         f"{float(weights_N[first])}, expected a finite number; {count} such weights in this rank's "
@@ -201,16 +184,13 @@ def _describe_bad_weight(
     )
 
 
-def _features_of(tables: Sequence[PackedTable]) -> list[tuple[str, PackedTable]]:
-    """Pairs each feature with its table, in lookup order."""
-    return [(name, table) for table in tables for name in table.feature_names]
-
-
-def _feature_of_lookup(
-    tables: Sequence[PackedTable], features: KeyedJaggedTensor, lookup: int
-) -> tuple[str, PackedTable]:
-    ends_F = list(accumulate(features.length_per_key()))
-    return _features_of(tables)[bisect_right(ends_F, lookup)]
+def _first_bad(
+    is_bad_N: Tensor, tables: Sequence[PackedTable], features: KeyedJaggedTensor
+) -> tuple[int, str, PackedTable]:
+    """Finds the first invalid lookup, its feature and its table."""
+    first = int(is_bad_N.nonzero()[0])
+    index = bisect_right(list(accumulate(features.length_per_key())), first)
+    return first, features.keys()[index], [t for t in tables for _ in t.feature_names][index]
 
 
 def like(

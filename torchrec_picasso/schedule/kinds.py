@@ -88,6 +88,10 @@ def _before(op: Op, other: Op) -> bool:
     return op.batch == other.batch and (other.index or 0) < (op.index or 0)
 
 
+def _upto(op: Op, other: Op) -> bool:
+    return op.batch == other.batch and (other.index or 0) <= (op.index or 0)
+
+
 def _later(op: Op, other: Op) -> bool:
     return op.batch == other.batch and (other.index or 0) > (op.index or 0)
 
@@ -114,9 +118,10 @@ KINDS: Mapping[str, Kind] = {
     "fetch_dirty": Kind(sends=True, needs=_ROWS),
     "read_hot": Kind(needs=_ROWS),
     # Micro-batches run forward in ascending order. Backward runs in descending order where they
-    # share rows, so that the gradients of chunk k are complete after backward k. An earlier
-    # schedule may have fetched the rows of a forward, so the check does not ask for them.
-    "forward": Kind(needs=(Need("forward", _before),)),
+    # share rows, so that the gradients of chunk k are complete after backward k.
+    "forward": Kind(
+        needs=(Need("forward", _before), Need("fetch_clean", _upto), Need("fetch_dirty", _upto))
+    ),
     "backward": Kind(
         sends=True,
         needs=(Need("forward", _same_micro_batch), Need("backward", _later, shared_rows_only=True)),

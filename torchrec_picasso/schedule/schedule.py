@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
-    "COLLECTIVES",
     "NUM_BATCHES",
     "OF_BATCH",
     "Op",
@@ -46,9 +45,6 @@ __all__ = [
 
 NUM_BATCHES = len(OF_BATCH)
 """Number of batches that a step works on."""
-
-COLLECTIVES = frozenset(name for name, kind in KINDS.items() if kind.sends)
-"""Kinds of operations that start a collective; all ranks reach them in the same order."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ class Schedule:
         import pandas as pd
 
         return pd.DataFrame(
-            [(op.kind, op.batch, op.index, op.wave, op.kind in COLLECTIVES) for op in self.ops],
+            [(op.kind, op.batch, op.index, op.wave, KINDS[op.kind].sends) for op in self.ops],
             columns=["op", "batch", "index", "wave", "collective"],
         ).astype({"index": "Int64", "wave": "Int64"})
 

@@ -79,6 +79,24 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._start: Any = None
+        self._end: Any = None
+
+    def start_step(self) -> None:
+        """Notes the start of a step, before operations that wait for other ranks."""
+        self._start = self.stamp()
+
+    def end_step(self) -> tuple[Any, Any]:
+        """Returns the timestamps of a step's start and end."""
+        # A step lasts from the end of the step before: rows arrive between steps, too, above all
+        # while ranks compare the times of a turn, and the next step would seem short.
+        start = self._start if self._end is None else self._end
+        self._end = self.stamp()
+        return start, self._end
+
+    def forget_step(self) -> None:
+        """Lets the next step begin at its own start: it follows no training step."""
+        self._end = None
 
     def stamp(self) -> Any:
         """Returns a timestamp of the current moment on the host (CPU) or the current stream."""
@@ -88,79 +106,103 @@ class StepClock:
         event.record(torch.get_device_module(self._device).current_stream())
         return event
 
-    def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
-        """Returns the seconds of each span, a pair of timestamps; waits for the last span."""
+    def seconds(self, spans: Sequence[tuple[Any, Any]], pg: dist.ProcessGroup) -> list[float]:
+        """Returns the seconds of each span on its slowest rank, and waits for the last. Collective.
+
+        A span is a pair of timestamps. All ranks get equal times.
+        """
         if self._device.type == "cpu":
-            return [end - start for start, end in spans]
-        # Spans ascend in time, so all earlier events are complete as well.
-        if spans:
+            times = [end - start for start, end in spans]
+        else:
+            # spans ascend in time, so all earlier events are complete as well
             spans[-1][1].synchronize()
-        return [start.elapsed_time(end) / 1e3 for start, end in spans]
+            times = [start.elapsed_time(end) / 1e3 for start, end in spans]
+        times_s = torch.tensor(times)
+        if pg.size() > 1:
+            times_s = times_s.to(self._device)
+            dist.all_reduce(times_s, dist.ReduceOp.MAX, group=pg)
+        slowest: list[float] = times_s.tolist()
+        return slowest
 
 
-def candidates(num_micro_batches: int | None, lookahead: bool | None) -> list[Setting]:
-    """Returns the allowed settings, simplest first; ``None`` = all values that may be fastest."""
-    numbers = NUM_MICRO_BATCHES if num_micro_batches is None else (num_micro_batches,)
+def candidates(
+    num_micro_batches: int | None,
+    lookahead: bool | None,
+    num_samples: int | None = None,
+    is_interleaved: bool = True,
+) -> list[Setting]:
+    """Returns the allowed settings, simplest first; ``None`` = all values that may be fastest.
+
+    ``num_samples`` are those of the largest batch of a rank, equal on all ranks. If no module is
+    interleaved, there is nothing to hide, and whole batches with lookahead are fastest.
+    """
+    numbers: Sequence[int] = [num_micro_batches] if num_micro_batches else NUM_MICRO_BATCHES
+    worthwhile = numbers if num_samples is None else pieces_for(num_samples)
+    worthwhile = worthwhile if is_interleaved else [1]
+    numbers = [k for k in numbers if k in worthwhile] or numbers
     if lookahead is not None:
         return [Setting(k, lookahead) for k in numbers]
-    # Lookahead is tried both ways for whole batches only, see above.
-    return [Setting(k, ahead) for k in numbers for ahead in ((True, False) if k == 1 else (True,))]
+    # lookahead is switched off for whole batches only, see above
+    switched_off = [Setting(k, False) for k in numbers if k == 1 and is_interleaved]
+    return sorted(
+        [*(Setting(k, True) for k in numbers), *switched_off],
+        key=lambda setting: setting.num_micro_batches,
+    )
 
 
 class SettingChoice:
     """Assigns a setting to every batch, and finally the fastest one.
 
     A step counts for a setting if its batch and the next batch have that setting; the operations of
-    the batch after that are small. The candidates are ``allowed``, the simplest first; the trial
-    starts with ``first`` micro-batches, if that is a candidate.
+    the batch after that are small. The time of a setting is that of its fastest step: steps of the
+    warm-up and disturbed steps are slower.
+
+    Args:
+        allowed: The candidates, the simplest first.
+        first: Micro-batches that the trial starts with, if allowed, or else with 2, after which
+            whole batches are tried next.
+        known: The setting of an earlier run, see :meth:`settle_on`.
     """
 
-    def __init__(self, allowed: Sequence[Setting], first: int | None = None) -> None:
-        self._allowed = list(allowed)
-        self._first = first
-        self._known: Setting | None = None
-        self._start()
-
-    def _start(self) -> None:
-        self._trial = _Trial(self._allowed, self._first)
+    def __init__(
+        self, allowed: Sequence[Setting], first: int | None = None, known: Setting | None = None
+    ) -> None:
+        self.allowed = list(allowed)
+        """The candidates."""
+        numbers = sorted({setting.num_micro_batches for setting in allowed})
+        self._first = Setting(
+            first if first in numbers else numbers[:2][-1],
+            any(each.lookahead for each in allowed),
+        )
+        self._fastest_s = dict.fromkeys(allowed, math.inf)
+        self._turned = [self._first]
+        self._turns = self._walk()
         self._spans: list[tuple[Setting, tuple[Any, Any]]] = []
-        # A setting of an earlier run, or a single candidate, needs no trial.
-        known = [setting for setting in self._allowed if setting == self._known]
-        self.current = (known or self._allowed)[0]
+        self._known: Setting | None = None
+        self.current = self.allowed[0]
         """The setting of the next batch."""
-        self.is_settled = bool(known) or len(self._allowed) == 1
+        self.is_settled = len(self.allowed) == 1
         """Whether all further batches have the current setting."""
+        self.settle_on(known)
         if not self.is_settled:
             self._take_turn()
 
     def __str__(self) -> str:
         if not self.is_settled:
-            return f"{self.current}; trying {len(self._allowed)} settings"
-        if not self._trial.times_ms:
+            return f"{self.current}; trying {len(self.allowed)} settings"
+        found = [setting for setting in self._turned if self._fastest_s[setting] < math.inf]
+        if not found or self._known is not None:
             known = ", as an earlier run chose" if self.current == self._known else ""
             return f"{self.current}{known}"
-        times = ", ".join(f"{setting}: {ms:.0f} ms" for setting, ms in self._trial.times_ms.items())
+        found.sort(key=lambda setting: (setting.num_micro_batches, not setting.lookahead))
+        times = ", ".join(f"{each}: {1e3 * self._fastest_s[each]:.0f} ms" for each in found)
         return f"{self.current}; the fastest of {times}"
 
     def settle_on(self, setting: Setting | None) -> None:
         """Adopts the setting of an earlier run, if it is a candidate, without a trial."""
-        if setting in self._allowed:
-            self._known = setting
-            self._start()
-
-    def narrow(self, num_samples: int, is_interleaved: bool) -> None:
-        """Removes candidates that cannot be fastest, unless none would be left.
-
-        ``num_samples`` are those of the largest batch of a rank, equal on all ranks. If no module
-        is interleaved, there is nothing to hide.
-        """
-        pieces = pieces_for(num_samples) if is_interleaved else (1,)
-        remaining = [each for each in self._allowed if each.num_micro_batches in pieces]
-        remaining = remaining if is_interleaved else remaining[:1]
-        # Other candidates: the trial starts over.
-        if remaining and remaining != self._allowed:
-            self._allowed = remaining
-            self._start()
+        if setting is not None and setting in self.allowed:
+            self.current = self._known = setting
+            self.is_settled = True
 
     def note_step(
         self,
@@ -168,7 +210,6 @@ class SettingChoice:
         span: tuple[Any, Any] | None,
         clock: StepClock,
         pg: dist.ProcessGroup,
-        device: torch.device,
     ) -> None:
         """Records a step on batches with these settings. Collective at the end of a turn.
 
@@ -180,79 +221,45 @@ class SettingChoice:
         if span is not None and len(set(settings[:2])) == 1:
             self._spans.append((settings[0], span))
         self._batches_left -= 1
-        if not self._batches_left:
-            self._read_times(clock, pg, device)
-            self._take_turn()
-
-    def _read_times(self, clock: StepClock, pg: dist.ProcessGroup, device: torch.device) -> None:
-        """Records the time of each step on its slowest rank. Collective."""
-        if not self._spans:
+        if self._batches_left:
             return
-        times_s = torch.tensor(clock.seconds([span for _, span in self._spans]))
-        # One maximum over ranks for all steps of the turn, so all ranks compare equal times.
-        if pg.size() > 1:
-            times_s = times_s.to(device)
-            dist.all_reduce(times_s, dist.ReduceOp.MAX, group=pg)
-        for (setting, _), time_s in zip(self._spans, times_s.tolist()):
-            self._trial.note(setting, time_s)
-        self._spans = []
+        if self._spans:
+            # all ranks compare the same times
+            times_s = clock.seconds([span for _, span in self._spans], pg)
+            for (setting, _), time_s in zip(self._spans, times_s):
+                # in-flight batches from before the trial count as well
+                if setting in self._fastest_s:
+                    self._fastest_s[setting] = min(time_s, self._fastest_s[setting])
+            self._spans = []
+        self._take_turn()
 
     def _take_turn(self) -> None:
-        turn = next(self._trial.turns, None)
+        turn = next(self._turns, None)
         self.is_settled = turn is None
         if turn is None:
-            self.current = self._trial.chosen
+            self.current = self._fastest
             _log.info("setting chosen: %s", self)
         else:
             self.current, self._batches_left = turn
 
-
-class _Trial:
-    """Generates turns, records times, and determines the fastest of the allowed settings.
-
-    The trial starts with ``first`` micro-batches, if allowed, or else with 2, after which whole
-    batches are tried next. The time of a setting is that of its fastest step: steps of the warm-up
-    and disturbed steps are slower.
-    """
-
-    def __init__(self, allowed: Sequence[Setting], first: int | None = None) -> None:
-        numbers = sorted({setting.num_micro_batches for setting in allowed})
-        self._first = Setting(
-            first if first in numbers else numbers[:2][-1],
-            any(each.lookahead for each in allowed),
-        )
-        self._fastest_s = dict.fromkeys(allowed, math.inf)
-        self._turned = [self._first]
-        self.turns = self._walk()
-        """A setting and the number of consecutive batches that have it, turn by turn."""
-
-    def note(self, setting: Setting, step_s: float) -> None:
-        """Records the time of a step; in-flight batches from before the trial count as well."""
-        if setting in self._fastest_s:
-            self._fastest_s[setting] = min(step_s, self._fastest_s[setting])
-
     @property
-    def chosen(self) -> Setting:
+    def _fastest(self) -> Setting:
         """The fastest setting so far; the first setting if no setting is clearly faster."""
         fastest = min(self._turned, key=self._fastest_s.__getitem__)
         is_clear = self._fastest_s[fastest] < _FASTER * self._fastest_s[self._first]
         return fastest if is_clear else self._first
 
-    @property
-    def times_ms(self) -> dict[Setting, float]:
-        """Times of the tried settings, in milliseconds, in order of micro-batches."""
-        found = [setting for setting in self._turned if self._fastest_s[setting] < math.inf]
-        found.sort(key=lambda setting: (setting.num_micro_batches, not setting.lookahead))
-        return {setting: 1e3 * self._fastest_s[setting] for setting in found}
-
     def _walk(self) -> Iterator[tuple[Setting, int]]:
-        """Yields the turns of the trial: warm-up, fewer micro-batches, more, no lookahead."""
+        """Yields the turns of the trial: warm-up, fewer micro-batches, more, no lookahead.
+
+        A turn is a setting and the number of consecutive batches that have it.
+        """
         yield from self._warm_up()
         yield from self._go_on(0.5)
         # Doubling is tried only if no smaller number was faster.
-        if self.chosen == self._first:
+        if self._fastest == self._first:
             yield from self._go_on(2.0)
-        if self.chosen.num_micro_batches == 1:
+        if self._fastest.num_micro_batches == 1:
             yield from self._try(Setting(1, lookahead=False))
 
     def _warm_up(self) -> Iterator[tuple[Setting, int]]:
@@ -267,20 +274,14 @@ class _Trial:
     def _go_on(self, factor: float) -> Iterator[tuple[Setting, int]]:
         """Multiplies the number of micro-batches while steps get faster."""
         before = None
-        while before != self.chosen:
-            before = self.chosen
+        while before != self._fastest:
+            before = self._fastest
             number = int(factor * before.num_micro_batches)
-            # More micro-batches cannot help if some were slower than whole batches: try whole
-            # batches.
-            if factor > 1 and self._have_lost:
+            # more micro-batches cannot help if some were clearly slower than whole batches
+            whole_s = self._fastest_s.get(Setting(1, before.lookahead), math.inf)
+            if factor > 1 and any(self._fastest_s[s] > _LOST * whole_s for s in self._turned):
                 number = 1
             yield from self._try(Setting(number, before.lookahead))
-
-    @property
-    def _have_lost(self) -> bool:
-        """Whether any tried setting was clearly slower than whole batches."""
-        whole_s = self._fastest_s.get(Setting(1, self._first.lookahead), math.inf)
-        return any(self._fastest_s[setting] > _LOST * whole_s for setting in self._turned)
 
     def _try(self, setting: Setting) -> Iterator[tuple[Setting, int]]:
         """Yields the turns of a setting that was not tried before."""
@@ -288,7 +289,7 @@ class _Trial:
             return
         self._turned.append(setting)
         yield setting, _GLANCE
-        slower = self._fastest_s[setting] / self._fastest_s[self.chosen]
+        slower = self._fastest_s[setting] / self._fastest_s[self._fastest]
         # Continue if the setting may still win, or if a disturbance dominates the measured time.
         if not _HOPELESS < slower < _HELD_UP:
             yield setting, _TURN - _GLANCE

@@ -74,8 +74,9 @@ def row_tracker(
 
     @torch.no_grad()
     def record_at_home(part: PartRows) -> None:
-        if not part.rows.is_first_time(f"tracked rows of module {part.module}"):
+        if part.module in part.rows.tracked:  # by an earlier micro-batch
             return
+        part.rows.tracked.add(part.module)
         for kernel in kernels:
             rows_by_table = kernel.split_rows(part.rows.looked_up(kernel.rows))
             values_by_table = _values_by_table(tracker._mode, kernel)

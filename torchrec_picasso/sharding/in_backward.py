@@ -1,5 +1,5 @@
-"""The driver without a schedule: requests rows in the input dist, fetches them in forward, updates
-them at the end of backward.
+"""The driver without a schedule: requests rows in the input dist, fetches them in the lookup, and
+updates them at the end of backward.
 
 TorchRec's input dist is two awaitables: of the header, and of the ids. All of it runs ahead of the
 step that needs the rows. The features carry the layout of their rows to the lookup.
@@ -12,28 +12,37 @@ exchange of gradients overlaps with the rest of backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torchrec.distributed.types import Awaitable
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.types import Awaitable, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso._torchrec import BaseSparseFeaturesDist
+from torchrec_picasso._torchrec import (
+    BaseEmbedding,
+    BaseSparseFeaturesDist,
+    GroupedEmbeddingsLookup,
+    GroupedPooledEmbeddingsLookup,
+)
 from torchrec_picasso.errors import CompatError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement, Flags
+from torchrec_picasso.placement import SHARDING_TYPE_OF
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.rows.layout import RowLayout
-from torchrec_picasso.rows.request import RowRequest, with_new_layout
+from torchrec_picasso.rows.request import RowLayout, RowRequest, with_new_layout
 from torchrec_picasso.rows.valid_features import like
+from torchrec_picasso.sharding.delta_tracker import RecordLookup, row_tracker
 from torchrec_picasso.sharding.later import Later
+from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
 
-__all__ = ["InBackwardDriver", "LaidOutFeatures", "RequestDist", "layout_of"]
+__all__ = ["HotColdPooledLookup", "HotColdSequenceLookup", "RequestDist"]
 
 
 class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
@@ -111,15 +120,61 @@ def layout_of(features: Any) -> RowLayout:
     return layout
 
 
-class InBackwardDriver:
-    """Drives one module's rows from TorchRec's forward and the autograd engine's backward."""
+class _HotColdLookup:
+    """Drives one module's rows from TorchRec's forward and the autograd engine's backward.
 
-    def __init__(self, group: RowGroup) -> None:
+    Shared by pooled and sequence lookups, which keep the packs' kernels.
+
+    TorchRec's lookup makes one kernel per pack with tables that this rank saves. A row-wise table
+    is saved by every rank, with or without rows there; a table of one home rank only by that rank.
+    """
+
+    _emb_modules: Any
+    optim_state_tracker_fn: Callable[[PartRows], None] | None
+
+    def __init__(self, configs: Sequence[GroupedEmbeddingConfig], group: RowGroup) -> None:
         self._group = group
         self._graph_task = -1  # the autograd engine's id of the backward that sends gradients
         self._sent: list[BatchGradients] = []
+        table_wise = ShardingType.TABLE_WISE.value
+        owned = {t.name for t in group.tables if SHARDING_TYPE_OF[t.route] == table_wise}
+        saved_P = [
+            [t for t in config.embedding_tables if t.local_rows or t.name not in owned]
+            for config in configs
+        ]
+        # Kernels are numbered by this list, not by pack.
+        self._storages = [rows for rows, saved in zip(group.storages, saved_P) if saved]
+        super().__init__(  # type: ignore[call-arg]
+            grouped_configs=[
+                replace(config, embedding_tables=saved)
+                for config, saved in zip(configs, saved_P)
+                if saved
+            ],
+            device=group.device,
+            pg=group.ranks.pg,
+        )
 
-    def fetch(self, layout: RowLayout, weights_N: Tensor | None) -> PartRows:
+    def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *_: object) -> BaseEmbedding:
+        return HotColdKernel(config, self._storages[len(self._emb_modules)], self._group.ranks)
+
+    def forward(self, sparse_features: LaidOutFeatures | PartRows) -> PartRows:
+        """Starts to fetch the rows of a batch. Collective.
+
+        Rows of a micro-batch that a schedule fetches are returned unchanged.
+        """
+        rows = sparse_features
+        if not isinstance(rows, PartRows):
+            # sequences have no use for weights
+            rows = self._fetch(layout_of(rows), rows.weights_or_none())
+        if self.optim_state_tracker_fn is not None:
+            self.optim_state_tracker_fn(rows)
+        return rows
+
+    def register_optim_state_tracker_fn(self, record_fn: RecordLookup) -> None:
+        """Registers TorchRec's delta tracker, for its modes with optimizer state."""
+        self.optim_state_tracker_fn = row_tracker(record_fn, self._group, list(self._emb_modules))
+
+    def _fetch(self, layout: RowLayout, weights_N: Tensor | None) -> PartRows:
         """Starts to fetch the rows of a batch, which is one micro-batch. Collective.
 
         ``weights_N`` are per-sample weights in KeyedJaggedTensor order, with their graph. The
@@ -166,3 +221,11 @@ class InBackwardDriver:
         sent, self._sent = self._sent, []
         if sent:
             update_rows(self._group, sent)
+
+
+class HotColdPooledLookup(_HotColdLookup, GroupedPooledEmbeddingsLookup):
+    """This rank's part of a sharded EmbeddingBagCollection."""
+
+
+class HotColdSequenceLookup(_HotColdLookup, GroupedEmbeddingsLookup):
+    """This rank's part of a sharded EmbeddingCollection."""

@@ -52,15 +52,12 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Te
     @torch.compiler.disable  # a compiled dense part waits here for messages, which are not traced
     def _pool(self, rows: PartRows, needs_grad: bool) -> Tensor:
         with torch.set_grad_enabled(needs_grad and torch.is_grad_enabled()):
-            # Scales of lookups (N,) of each matrix: per-sample weights, times 1 / length for means.
-            scales_M = [
-                pooling.scales(keep_for_current_stream(weights))
-                for weights, pooling in zip(rows.weights_M, rows.pooling_M)
-            ]
+            scales_M = [keep_for_current_stream(scales) for scales in rows.scales_M]
             pieces = _PoolArrivals.apply(self._anchor, rows, *scales_M)
             output = self._side_by_side(rows, pieces)
         # without a gradient of the weights nothing reads the rows again: their memory is free
-        if not any(scale is not None and scale.requires_grad for scale in scales_M):
+        wanted = any(scale is not None and scale.requires_grad for scale in scales_M)
+        if not (wanted and output.requires_grad):
             rows.end()
         return output
 

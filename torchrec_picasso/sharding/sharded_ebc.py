@@ -12,7 +12,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import LazyAwaitable, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
 from torchrec_picasso.errors import CompatError
@@ -74,13 +74,6 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
         """Returns TorchRec's shardings, one per sharding type."""
         shardings: Sequence[Any] = self._embedding_shardings
         return shardings
-
-    def in_table_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Permutes features to the order of the tables; input dists must exist."""
-        if not self._has_features_permute:
-            return features
-        order_tensor = self.get_buffer("_features_order_tensor")
-        return features.permute(self._features_order, order_tensor)
 
     def with_shardings(self, positions: Sequence[int]) -> ShardedHotColdEmbeddingBagCollection:
         """Copies the module with a subset of its shardings; both modules share the rows."""

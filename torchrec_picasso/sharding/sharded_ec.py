@@ -25,7 +25,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.streams import keep_for_current_stream
-from torchrec_picasso.rows.valid_features import with_weights
 from torchrec_picasso.sharding.later import Later
 from torchrec_picasso.sharding.sharded_module import GROUP, HotColdModule
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
@@ -65,16 +64,6 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
     def table_shardings(self) -> Sequence[Any]:
         """Returns TorchRec's shardings, one per sharding type."""
         return list(self._sharding_type_to_sharding.values())
-
-    def in_table_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Permutes features to the order of the tables; input dists must exist."""
-        if features.weights_or_none() is not None:  # weights have no use: sequences are not pooled
-            features = with_weights(features, None)
-        if not self._features_order:  # the tables' features come first, already in table order
-            (features,) = features.split([sum(self._feature_splits)])
-            return features
-        order_tensor = self.get_buffer("_features_order_tensor")
-        return features.permute(self._features_order, order_tensor)
 
     def with_shardings(self, positions: Sequence[int]) -> ShardedHotColdEmbeddingCollection:
         """Copies the module with a subset of its shardings; both modules share the rows."""

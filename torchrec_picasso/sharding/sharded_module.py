@@ -28,7 +28,7 @@ from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.refresh_policy import Refresh
 from torchrec_picasso.rows.refresher import Refreshed, Refresher
-from torchrec_picasso.rows.valid_features import valid_features
+from torchrec_picasso.rows.valid_features import valid_features, with_weights
 from torchrec_picasso.sharding.delta_tracker import lookup_tracker
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
@@ -58,8 +58,7 @@ def _tracker_shared_with_copies(name: str) -> Any:
 class HotColdModule(ABC):
     """A sharded module of TorchRec's in which tables with :class:`HotColdParams` are hot/cold.
 
-    ``table_shardings``, ``in_table_order``, ``with_shardings`` and ``join`` differ between pooled
-    and sequence modules.
+    ``table_shardings``, ``with_shardings`` and ``join`` differ between pooled and sequence modules.
     """
 
     _has_uninitialized_input_dist: bool
@@ -72,6 +71,8 @@ class HotColdModule(ABC):
     compute_and_output_dist: Callable[..., Any]
     _lookups: list[Any]
     _sharding_types: list[str]
+    _features_order: list[int]
+    get_buffer: Callable[[str], Tensor]
 
     @classmethod
     def create_grouped_sharding_infos(
@@ -88,10 +89,6 @@ class HotColdModule(ABC):
     @abstractmethod
     def table_shardings(self) -> Sequence[Any]:
         """Returns TorchRec's shardings, one per sharding type."""
-
-    @abstractmethod
-    def in_table_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Permutes features to the order of the tables; input dists must exist."""
 
     @abstractmethod
     def with_shardings(self, positions: Sequence[int]) -> HotColdModule:
@@ -127,8 +124,10 @@ class HotColdModule(ABC):
 
     def apart(self) -> tuple[HotColdModule, HotColdModule]:
         """Splits a module with both kinds of tables into hot/cold tables and stock tables."""
+        is_hot_cold = [isinstance(s, HotColdEmbeddingSharding) for s in self.table_shardings()]
         hot_cold, stock = (
-            self.with_shardings(self._positions(hot_cold=kind)) for kind in (True, False)
+            self.with_shardings([p for p, kind in enumerate(is_hot_cold) if kind == wanted])
+            for wanted in (True, False)
         )
         # malformed features are replaced for both modules; the hot/cold one reports them
         stock._is_checked = True
@@ -149,14 +148,6 @@ class HotColdModule(ABC):
         subset._input_dists, subset._output_dists = [], []
         subset._feature_splits, subset._features_order = [], []
         return subset
-
-    def _positions(self, *, hot_cold: bool) -> list[int]:
-        """Indices of the shardings of one kind."""
-        return [
-            position
-            for position, sharding in enumerate(self.table_shardings())
-            if isinstance(sharding, HotColdEmbeddingSharding) == hot_cold
-        ]
 
     # dynamo cannot trace messages; if TorchRec is compiled as well, the graph breaks here
     @torch.compiler.disable
@@ -179,10 +170,9 @@ class HotColdModule(ABC):
 
     def register_post_lookup_tracker_fn(self, record_fn: Callable[..., None]) -> None:
         """Registers TorchRec's delta tracker; see ``delta_tracker.py``."""
-        for position in self._positions(hot_cold=True):
-            group = self.table_shardings()[position].group
-            kernels = list(self._lookups[position]._emb_modules)
-            record_fn = lookup_tracker(record_fn, group, kernels)
+        for sharding, lookup in zip(self.table_shardings(), self._lookups):
+            if isinstance(sharding, HotColdEmbeddingSharding):
+                record_fn = lookup_tracker(record_fn, sharding.group, list(lookup._emb_modules))
         super().register_post_lookup_tracker_fn(record_fn)  # type: ignore[misc]
 
     @property
@@ -200,13 +190,17 @@ class HotColdModule(ABC):
         if self._has_uninitialized_input_dist:
             self._create_input_dist(features.keys())
             self._has_uninitialized_input_dist = False
+        # sequences are not pooled, so weights have no use
+        if features.weights_or_none() is not None and not self.group.plan.takes_weights:
+            features = with_weights(features, None)
+        order, num_features = self._features_order, sum(self.group.plan.features_M)
         with torch.no_grad():
-            ordered = self.in_table_order(features)
-        num_features = sum(self.group.plan.features_M)
-        if len(ordered.keys()) == num_features:
-            return ordered
-        # If features are already in table order, TorchRec keeps those without a table at the end.
-        (own,) = ordered.split([num_features])
+            if order != list(range(len(order))):
+                features = features.permute(order, self.get_buffer("_features_order_tensor"))
+        if len(features.keys()) == num_features:
+            return features
+        # features already in table order may be followed by some without a table
+        (own,) = features.split([num_features])
         return own
 
 
@@ -262,4 +256,4 @@ class HotRowRefresher:
 
     def hot_rows(self) -> dict[str, Tensor]:
         """The hot rows by table name, int64, ascending; tables without hot rows are left out."""
-        return self._refresher.hot_rows()
+        return {name: rows for group in self._groups for name, rows in group.hot_rows.items()}

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
@@ -18,7 +17,6 @@ from torchrec.distributed.fp_embeddingbag import (
     ShardedFeatureProcessedEmbeddingBagCollection,
 )
 from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -38,7 +36,48 @@ __all__ = [
 ]
 
 
-class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+class _HotColdSharder:
+    """Shards a collection of tables into this package's module; beside TorchRec's sharder."""
+
+    supports_hot_cold = True
+    """For the planner: tables of this sharder's modules may be hot/cold."""
+    sharded_module_type: Any
+    """The class of the sharded module."""
+    fused_params: dict[str, Any] | None
+    qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection | EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> Any:
+        """Shards one module by the plan. Collective.
+
+        Raises:
+            CompatError: If tables are hot/cold and another module shares them, the module is inside
+                one that changes ids or rows, or a table's configuration does not allow it.
+        """
+        _refuse(module, params, module_fqn)
+        return self.sharded_module_type(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+            **self._own_arguments(),
+        )
+
+    def _own_arguments(self) -> dict[str, Any]:
+        """Arguments that only one kind of module takes."""
+        raise NotImplementedError
+
+
+class HotColdEmbeddingBagCollectionSharder(_HotColdSharder, EmbeddingBagCollectionSharder):
     """Shards EmbeddingBagCollections; drop-in for TorchRec's ``EmbeddingBagCollectionSharder``.
 
     The parent class shards tables without :class:`HotColdParams` in the plan.
@@ -49,34 +88,7 @@ class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         sharded_module_order_overwrite: Passed on to the parent class.
     """
 
-    supports_hot_cold = True
-    """For the planner: tables of this sharder's modules may be hot/cold."""
-
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedHotColdEmbeddingBagCollection:
-        """Shards one module by the plan. Collective.
-
-        Raises:
-            CompatError: If tables are hot/cold and another module shares them, the module is inside
-                one that changes ids or rows, or a table's configuration does not allow it.
-        """
-        _refuse(module, module.embedding_bag_configs(), params, module_fqn)
-        return self.sharded_module_type(
-            module=module,
-            table_name_to_parameter_sharding=params,
-            env=env,
-            fused_params=self.fused_params,
-            device=device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
-            sharded_module_order_overwrite=self._sharded_module_order_overwrite,
-        )
+    sharded_module_type = ShardedHotColdEmbeddingBagCollection
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """The parent's sharding types and row-wise, which the parent leaves out on CPU."""
@@ -84,13 +96,11 @@ class HotColdEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
         row_wise = ShardingType.ROW_WISE.value
         return types if row_wise in types else [*types, row_wise]
 
-    @property
-    def sharded_module_type(self) -> type[ShardedHotColdEmbeddingBagCollection]:
-        """The class of the sharded module."""
-        return ShardedHotColdEmbeddingBagCollection
+    def _own_arguments(self) -> dict[str, Any]:
+        return {"sharded_module_order_overwrite": self._sharded_module_order_overwrite}
 
 
-class HotColdEmbeddingCollectionSharder(EmbeddingCollectionSharder):
+class HotColdEmbeddingCollectionSharder(_HotColdSharder, EmbeddingCollectionSharder):
     """Shards EmbeddingCollections; drop-in for TorchRec's ``EmbeddingCollectionSharder``.
 
     The parent class shards tables without :class:`HotColdParams` in the plan. Hot/cold tables send
@@ -102,39 +112,10 @@ class HotColdEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         use_index_dedup: Passed on to the parent class, for stock tables; it has no CPU kernel.
     """
 
-    supports_hot_cold = True
-    """For the planner: tables of this sharder's modules may be hot/cold."""
+    sharded_module_type = ShardedHotColdEmbeddingCollection
 
-    def shard(
-        self,
-        module: EmbeddingCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedHotColdEmbeddingCollection:
-        """Shards one module by the plan. Collective.
-
-        Raises:
-            CompatError: If tables are hot/cold and another module shares them, the module is inside
-                one that changes ids or rows, or a table's configuration does not allow it.
-        """
-        _refuse(module, module.embedding_configs(), params, module_fqn)
-        return self.sharded_module_type(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            use_index_dedup=self._use_index_dedup,
-            module_fqn=module_fqn,
-        )
-
-    @property
-    def sharded_module_type(self) -> type[ShardedHotColdEmbeddingCollection]:
-        """The class of the sharded module."""
-        return ShardedHotColdEmbeddingCollection
+    def _own_arguments(self) -> dict[str, Any]:
+        return {"use_index_dedup": self._use_index_dedup}
 
 
 class _Processed(ShardedFeatureProcessedEmbeddingBagCollection):
@@ -209,8 +190,7 @@ class HotColdFeatureProcessedEmbeddingBagCollectionSharder(
 
 
 def _refuse(
-    module: nn.Module,
-    configs: Sequence[BaseEmbeddingConfig],
+    module: EmbeddingBagCollection | EmbeddingCollection,
     params: Mapping[str, ParameterSharding],
     module_fqn: str | None,
 ) -> None:
@@ -225,7 +205,8 @@ def _refuse(
             "DistributedModelParallel or shard_modules on a collection of its own, or place the "
             "table without HotColdParams"
         )
-    for config in configs:
+    is_pooled = isinstance(module, EmbeddingBagCollection)
+    for config in module.embedding_bag_configs() if is_pooled else module.embedding_configs():
         refusal = why_not_its_rows(config)
         if refusal is not None and config.name in hot_cold:
             raise CompatError(

@@ -13,7 +13,7 @@ import copy
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -34,13 +34,14 @@ from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.placement import HotColdParams, pack_key
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.sharding.in_backward import RequestDist
-from torchrec_picasso.sharding.lookup import (
+from torchrec_picasso.sharding.in_backward import (
     HotColdPooledLookup,
     HotColdSequenceLookup,
-    make_group,
+    RequestDist,
 )
 from torchrec_picasso.sharding.output_dist import HotColdOutputDist
+from torchrec_picasso.storage.hot_homes import HotHomes
+from torchrec_picasso.storage.row_storage import RowStorage
 
 __all__ = ["HotColdEmbeddingSharding"]
 
@@ -55,6 +56,10 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
     """
 
     _grouped_embedding_configs_per_rank: list[list[GroupedEmbeddingConfig]]
+    group: RowGroup
+    """The tables; TorchRec makes the lookup, and with it this group, before input dists."""
+    request_dist: RequestDist
+    """The request for a batch's rows; shared by all copies of the module."""
 
     def __init__(
         self,
@@ -85,18 +90,6 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         self._ranks = Ranks(self._pg, qcomm_codecs_registry)
         if device is not None and device.type == "cpu":
             connect(self._pg)
-        self._group: RowGroup | None = None
-
-    @cached_property
-    def request_dist(self) -> RequestDist:
-        """The request for a batch's rows; shared by all copies of the module."""
-        return RequestDist(self.group)
-
-    @property
-    def group(self) -> RowGroup:
-        """The tables; available after TorchRec has made the lookup."""
-        assert self._group is not None, "TorchRec creates lookups before input dists"
-        return self._group
 
     def create_lookup(
         self,
@@ -106,9 +99,19 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
     ) -> HotColdPooledLookup | HotColdSequenceLookup:
         """Allocates this rank's home rows and replicas."""
         configs, device = self._grouped_embedding_configs, device or self._device
-        self._group = make_group(configs, self._tables, self._ranks, device)
+        tables, ranks = self._tables, self._ranks
+        homes_P = [
+            homes
+            for _, same_route in groupby(tables, lambda table: table.route)
+            for homes in HotHomes.for_packs(list(same_route), ranks.rank, device)
+        ]
+        storages = [
+            RowStorage(config, homes, ranks, device) for config, homes in zip(configs, homes_P)
+        ]
+        self.group = RowGroup(tables, storages, ranks, device)
+        self.request_dist = RequestDist(self.group)
         lookup = HotColdSequenceLookup if self._is_sequence else HotColdPooledLookup
-        return lookup(configs, self._group)
+        return lookup(configs, self.group)
 
     def create_input_dist(self, device: torch.device | None = None) -> RequestDist:
         """Returns the request for a batch's rows."""

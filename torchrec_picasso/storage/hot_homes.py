@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -33,30 +32,20 @@ class TouchedHot(NamedTuple):
         """Concatenates the hot rows of several batches, in the order of the batches."""
         return TouchedHot(*map(torch.cat, zip(*batches)))
 
-    def copy_home(self, homes: Tensor, replicas: Tensor) -> None:
-        """Copies replicas, with an entry per slot, to the home rows on this rank. Local.
-
-        Two passes over ``o`` rows: 0.6 to 1.6 ms of CPU for 3,000 to 6,000 rows of D=128.
-        """
-        homes.index_copy_(0, self.own_rows_o, replicas.index_select(0, self.own_slots_o))
-
 
 @dataclass(frozen=True)
 class HotHomes:
-    """Hot slots of one pack by home rank; slots count from 0 in the pack."""
+    """Home ranks of one pack's hot rows by slot; slots count from 0 in the pack."""
 
-    slots_by_home_H: Tensor
-    """Hot slots grouped by home rank, ascending within a home rank, int64, shape ``(H_p,)``."""
-    counts_W: tuple[int, ...]
-    """Number of hot rows of each home rank."""
-    own_rows_h: Tensor
-    """Home rows of the hot rows whose home rank is this rank, in its storage."""
-    rank: int
+    rank_H: Tensor
+    """Home rank of each slot, int64, shape ``(H_p,)``."""
+    own_row_H: Tensor
+    """Home row of each slot on this rank, -1 if another rank is its home rank, int64."""
 
     @property
     def num_hot_rows(self) -> int:
         """Number of hot rows of the pack."""
-        return self.slots_by_home_H.numel()
+        return self.rank_H.numel()
 
     @staticmethod
     def for_packs(
@@ -65,66 +54,40 @@ class HotHomes:
         """Finds the home ranks of all packs' hot rows; tables as for :meth:`IdSpace.build`."""
         space, hot = IdSpace.build(tables, device), HotSlots.build(tables, device)
         block_H, row_H = space.find_blocks(hot.ids_H)
-        home_H = space.block_rank_TW[block_H]
-        homes = []
-        for start, end in pairwise(hot.start_P1):
-            # Hot slots of a pack are consecutive; a stable sort by home rank keeps them ascending.
-            home_h = home_H[start:end]
-            homes.append(
-                HotHomes(
-                    slots_by_home_H=torch.argsort(home_h, stable=True),
-                    counts_W=tuple(torch.bincount(home_h, minlength=space.world_size).tolist()),
-                    own_rows_h=row_H[start:end][home_h == rank],
-                    rank=rank,
-                )
-            )
-        return homes
-
-    def for_slots(self, is_wanted_H: Tensor) -> HotHomes:
-        """Returns the subset of some slots, by a bool mask."""
-        wanted = is_wanted_H[self.slots_by_home_H]
-        counts_W = torch.tensor(self.counts_W, device=wanted.device)
-        # Home rank of each slot in slots_by_home_H order, shape (H_p,), filtered to the wanted
-        # slots.
-        home_H = torch.repeat_interleave(counts_W)[wanted]
-        return HotHomes(
-            slots_by_home_H=self.slots_by_home_H[wanted],
-            counts_W=tuple(torch.bincount(home_H, minlength=len(self.counts_W)).tolist()),
-            own_rows_h=self.own_rows_h[is_wanted_H[self.own_slots()]],
-            rank=self.rank,
-        )
-
-    def own_slots(self) -> Tensor:
-        """Returns the slots whose home rank is this rank, in the order of ``own_rows_h``."""
-        return self.slots_by_home_H.split(list(self.counts_W))[self.rank]
-
-    @cached_property
-    def own_row_by_slot(self) -> Tensor:
-        """Home row of each slot, -1 if another rank is its home rank, int64, shape ``(H_p,)``."""
-        own_row_H = torch.full_like(self.slots_by_home_H, -1)
-        own_row_H[self.own_slots()] = self.own_rows_h
-        return own_row_H
+        rank_H = space.block_rank_TW[block_H]
+        own_row_H = torch.where(rank_H == rank, row_H, -1)
+        # Hot slots of a pack are consecutive.
+        packs = [slice(start, end) for start, end in pairwise(hot.start_P1)]
+        return [HotHomes(rank_H[pack], own_row_H[pack]) for pack in packs]
 
     def touched(self, slots_t: Tensor) -> TouchedHot:
         """Finds which slots, int64, have their home rank here; a host sync on an accelerator."""
-        row_t = self.own_row_by_slot[slots_t]
+        row_t = self.own_row_H[slots_t]
         is_own_t = row_t >= 0
         return TouchedHot(
             slots_t=slots_t, own_slots_o=slots_t[is_own_t], own_rows_o=row_t[is_own_t]
         )
 
-    def broadcast(self, homes: Tensor, replicas: Tensor, ranks: Ranks) -> None:
-        """Copies every hot row from its home rank to the replicas of all ranks. Collective.
+    def broadcast(
+        self, homes: Tensor, replicas: Tensor, ranks: Ranks, slots_s: Tensor | None = None
+    ) -> None:
+        """Copies hot rows from their home ranks to the replicas of all ranks. Collective.
 
         ``homes`` has an entry per home row of this rank, ``replicas`` one per slot, weights or
-        state. Every rank receives one row per slot.
+        state. Every rank receives one row for each of ``slots_s``, ascending int64 and equal on all
+        ranks; ``None`` = all slots.
         """
-        own = homes[self.own_rows_h]
-        world_size = len(self.counts_W)
-        received = replicas.new_empty(self.num_hot_rows, *replicas.shape[1:])
+        if slots_s is None:
+            slots_s = torch.arange(self.num_hot_rows, device=self.rank_H.device)
+        rank_s, own_row_s = self.rank_H[slots_s], self.own_row_H[slots_s]
+        own = homes[own_row_s[own_row_s >= 0]]
         # An all-gather of uneven blocks: each rank sends its h rows to all W ranks. Received rows
-        # are grouped by home rank, the order of slots_by_home_H.
-        sent = torch.cat([own] * world_size)
-        payload = Payload(sent, [own.size(0)] * world_size, received, self.counts_W)
-        PackedAllToAll(ranks, [payload], world_size * self.num_hot_rows).wait()
-        replicas[self.slots_by_home_H] = received
+        # are grouped by home rank; a stable sort keeps them ascending by slot there.
+        slots_by_home_s = slots_s[torch.argsort(rank_s, stable=True)]
+        counts_W = torch.bincount(rank_s, minlength=ranks.size).tolist()
+        received = replicas.new_empty(len(slots_s), *replicas.shape[1:])
+        payload = Payload(
+            torch.cat([own] * ranks.size), [len(own)] * ranks.size, received, counts_W
+        )
+        PackedAllToAll(ranks, [payload], ranks.size * len(slots_s)).wait()
+        replicas[slots_by_home_s] = received

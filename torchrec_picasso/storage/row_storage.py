@@ -26,8 +26,7 @@ from torchrec_picasso.ops.segment_reduction import gather_sum
 from torchrec_picasso.ops.streams import WriteOrder
 from torchrec_picasso.storage.exactness import check_exact, check_states
 from torchrec_picasso.storage.hot_homes import HotHomes, TouchedHot
-from torchrec_picasso.storage.memory_layout import choose_memory
-from torchrec_picasso.storage.row_tables import RowTables
+from torchrec_picasso.storage.row_tables import RowTables, choose_memory
 from torchrec_picasso.storage.row_uses import RowUses
 
 __all__ = ["RowStorage"]
@@ -139,14 +138,16 @@ class RowStorage(nn.Module):
             self.tables.update(rows_n, touched.slots_t, grads_mD, bags)
             self.num_changes += 1
             # All ranks updated their replicas; the home rank copies weights and states to its home
-            # rows.
+            # rows: 0.6 to 1.6 ms of CPU for 3,000 to 6,000 rows of D=128.
             for rows in self.tables.per_row() if self.num_hot_rows else ():
-                touched.copy_home(rows.homes, rows.replicas)
+                updated = rows.replicas.index_select(0, touched.own_slots_o)
+                rows.homes.index_copy_(0, touched.own_rows_o, updated)
 
-    def start_counting(self) -> None:
-        """Starts access counts; has no effect if they are already kept."""
+    def start_counting(self) -> RowUses:
+        """Returns the access counts; starts them if they are not kept yet."""
         if self.uses is None:
             self.uses = RowUses(len(self._homes), self.num_hot_rows, self._homes.device)
+        return self.uses
 
     def change_hot_set(self, hot_homes: HotHomes, old_slot_H: Tensor) -> None:
         """Assigns the slots to other rows; the number of slots does not change. Collective.
@@ -155,13 +156,13 @@ class RowStorage(nn.Module):
         enter are copied from their home rows. ``old_slot_H`` is the slot in the old set of each row
         of the new set, -1 for a row that enters, int64, shape ``(H_p,)``.
         """
-        entering = hot_homes.for_slots(old_slot_H < 0)
         stays = old_slot_H >= 0
+        entering_s = stays.logical_not().nonzero().squeeze(1)
         with self._writing():
             for rows in self.tables.per_row():
                 # The right side is gathered into new memory first, so slots may be permuted.
                 rows.replicas[stays] = rows.replicas[old_slot_H[stays]]
-                entering.broadcast(rows.homes, rows.replicas, self._ranks)
+                hot_homes.broadcast(rows.homes, rows.replicas, self._ranks, entering_s)
         self.hot_homes = hot_homes
 
     def differing_homes(self) -> Tensor:

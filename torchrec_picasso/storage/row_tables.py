@@ -3,14 +3,19 @@
 Updates that ``row_updates.py`` supports on the CPU run there, on the TBE's tensors; all other
 updates are the TBE's own.
 
-Home rows and replicas share the TBE in either memory layout, hence also its optimizer, learning
-rate and step count, and one call updates both. For the TBE every row is a bag with one lookup: on
-the CPU its forward and backward then take 10 ms for 23,000 rows of D=128, where the unpooled kernel
-takes 88 ms.
+Home rows and replicas share the TBE, hence also its optimizer, learning rate and step count, and
+one call updates both. For the TBE every row is a bag with one lookup: on the CPU its forward and
+backward then take 10 ms for 23,000 rows of D=128, where the unpooled kernel takes 88 ms.
 
-A TBE gives all its tables the same number of bags. If replicas are a second table, the table with
-fewer rows is padded with empty bags, which touch nothing: at most twice the memory traffic on the
-device for the same kernel. (FBGEMM's variable batch sizes would avoid this, but only SGD, Adam and
+    one table:    | homes | replicas |
+    two tables:   | homes |            | replicas |
+
+A table lies in one memory. One table is simpler and faster on the CPU, and is used whenever home
+rows and replicas belong in the same memory. Home rows in managed memory (UVM) are read and written
+over the host's bus, and most lookups are of hot rows: the replicas are then a second table, in the
+device's own memory. A TBE gives all its tables the same number of bags, so the table with fewer
+rows is padded with empty bags, which touch nothing: at most twice the memory traffic on the device
+for the same kernel. (FBGEMM's variable batch sizes would avoid this, but only SGD, Adam and
 row-wise Adagrad have a kernel for them.)
 
 Shape letters: n home rows, t replicas and m = n + t rows of an update; S bags of a table; D dim.
@@ -23,17 +28,22 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.embedding_types import (
+    GroupedEmbeddingConfig,
+    compute_kernel_to_embedding_location,
+)
 
 from torchrec_picasso._torchrec import (
+    ComputeDevice,
     EmbeddingLocation,
     EmbOptimType,
     PoolingMode,
     SplitTableBatchedEmbeddingBagsCodegen,
     data_type_to_sparse_type,
 )
+from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.segment_reduction import sum_by_row
-from torchrec_picasso.storage.memory_layout import MemoryLayout
+from torchrec_picasso.storage.exactness import why_no_memory
 from torchrec_picasso.storage.row_updates import (
     ONLY_HERE,
     UpdateStep,
@@ -41,7 +51,55 @@ from torchrec_picasso.storage.row_updates import (
     row_update,
 )
 
-__all__ = ["HomesAndReplicas", "RowTables"]
+__all__ = ["HomesAndReplicas", "MemoryLayout", "RowTables", "choose_memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLayout:
+    """The memory of one pack's rows on one rank."""
+
+    num_home_rows: int
+    num_hot_rows: int
+    """Number of replicas, equal on all ranks."""
+    homes: EmbeddingLocation
+    in_two_tables: bool
+
+    @property
+    def compute_device(self) -> ComputeDevice:
+        """The device whose kernels read and write the rows."""
+        on_cpu = self.homes == EmbeddingLocation.HOST
+        return ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
+
+    @property
+    def tables(self) -> list[tuple[int, EmbeddingLocation]]:
+        """Rows and memory of each table. No table is empty, because FBGEMM requires a row per
+        table."""
+        if not self.in_two_tables:
+            return [(max(1, self.num_home_rows + self.num_hot_rows), self.homes)]
+        is_managed = self.homes == EmbeddingLocation.MANAGED
+        replicas = EmbeddingLocation.DEVICE if is_managed else self.homes
+        return [(max(1, self.num_home_rows), self.homes), (self.num_hot_rows, replicas)]
+
+
+def choose_memory(
+    config: GroupedEmbeddingConfig, device: torch.device, num_hot_rows: int
+) -> MemoryLayout:
+    """Chooses the memory of a pack's tables, all with one compute kernel, on a device; raises
+    CompatError if a hot/cold table cannot have the kernel or the dim."""
+    for table in config.embedding_tables:
+        refusal = why_no_memory(table.compute_kernel.value, table.local_cols)
+        if refusal is not None:
+            raise CompatError(f"hot/cold table {table.name!r} {refusal.what}; {refusal.instead}")
+    (kernel,) = {table.compute_kernel for table in config.embedding_tables}
+    homes = EmbeddingLocation.HOST
+    if device.type == "cuda":
+        homes = compute_kernel_to_embedding_location(kernel)
+    return MemoryLayout(
+        num_home_rows=sum(table.local_rows for table in config.embedding_tables),
+        num_hot_rows=num_hot_rows,
+        homes=homes,
+        in_two_tables=homes == EmbeddingLocation.MANAGED and num_hot_rows > 0,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,34 +1,37 @@
-"""Checks by trial whether micro-batches give a model's result for the whole batch.
+"""The evidence that micro-batches give, or do not give, a model's result for the whole batch.
 
-The check serves micro-batches that the user requested and that no proof covers. On a few training
-steps the model runs forward and backward on the same samples with the same rows in three ways:
-whole; in micro-batches as the step splits it; and torn, that is, small pieces of the batch in
-random order, dealt out to uneven micro-batches. Losses, outputs, gradients of tables and of dense
-weights, and the state that the runs leave behind are compared. Anything that cannot be compared (a
-value that is not finite, an error, random numbers, a collective) counts as a difference. Ranks
-agree: a difference on one rank counts for all.
+An objection is a known fact against micro-batches, and a proof (:mod:`torchrec_picasso.proof`)
+follows the model's forward. A comparison serves micro-batches that the user requested and that no
+proof covers. On a few training steps the model runs forward and backward on the same samples with
+the same rows in three ways: whole; in micro-batches as the step splits it; and torn, that is, small
+pieces of the batch in random order, dealt out to uneven micro-batches. Losses, outputs, gradients
+of tables and of dense weights, and the state that the runs leave behind are compared. Anything that
+cannot be compared (a value that is not finite, an error, random numbers, a collective) counts as a
+difference. Ranks agree: a difference on one rank counts for all.
 
 A comparison leaves no trace: each run works on a copy of the model, which shares only the sharded
 modules with it.
 
-Cost: about three dense forwards and backwards, the memory of one over the whole batch, and that of
-the dense part.
+It costs about three dense forwards and backwards, the memory of one over the whole batch, and that
+of the dense part.
 """
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.contract import _get_registry
 from torch.utils._pytree import tree_leaves
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.batches.members import copy_batch
@@ -45,16 +48,28 @@ from torchrec_picasso.proof.comparison import (
     state_of,
 )
 from torchrec_picasso.proof.content import restored_randomness
-from torchrec_picasso.proof.dense_part import backward_steps, copy_model, dense_parameters
+from torchrec_picasso.proof.dense_part import (
+    backward_steps,
+    copy_model,
+    dense_modules,
+    dense_parameters,
+    why_parameter_hooked,
+)
+from torchrec_picasso.proof.proof import Given, Proof, prove
 from torchrec_picasso.schedule.schedule import is_depth_first
-from torchrec_picasso.train_pipeline.data_parallel import instead_of_wrapped
+from torchrec_picasso.train_pipeline.data_parallel import (
+    instead_of_wrapped,
+    why_whole_batches,
+    wrapper_of,
+)
 from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
+from torchrec_picasso.train_pipeline.model_parts import inner_model, module_of
 from torchrec_picasso.train_pipeline.operations import Program
 from torchrec_picasso.train_pipeline.options import PipelineOptions
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 
-__all__ = ["CutCheck"]
+__all__ = ["CutEvidence"]
 
 _TENSOR_FLOAT = 2.0**-11
 """Rounding step of float32 products on devices that may compute them in TF32."""
@@ -140,25 +155,68 @@ class _Run:
         return difference_of_outputs(self.output, parts.output, tolerance)
 
 
-class CutCheck:
-    """Compares a whole batch with micro-batches."""
+@dataclass
+class CutEvidence:
+    """The facts for and against micro-batches of a model: objections, a proof, a comparison."""
 
-    def __init__(self, program: Program, taken: PipelinedModel, options: PipelineOptions) -> None:
-        self._program = program
-        self._taken = taken
-        self._options = options
-        self._draw = random.Random(0)
+    program: Program
+    pipeline: type[TrainPipelineSparseDist]
+    injected: Sequence[str]
+    """Modules into whose backward the user injected work."""
+    taken: PipelinedModel
+    options: PipelineOptions
+    draw: random.Random = field(default_factory=partial(random.Random, 0))
+    """Draws the sizes and the order of torn pieces."""
 
-    def why_not(self, inflight: InFlightBatch) -> str | None:
+    def objection(self) -> str | None:
+        """Names work that would run per micro-batch where the user expects it per batch."""
+        model = self.program.model
+        reason = why_whole_batches(model) or self.news() or next(_hooks_inside(model), None)
+        if reason is None and self.injected:
+            reason = f"register_backward_hook injected work into {', '.join(self.injected)}"
+        if reason is None and self.pipeline._backward is not TrainPipelineSparseDist._backward:
+            reason = f"{self.pipeline.__name__} overrides _backward"
+        return None if reason is None else f"{reason}; use num_micro_batches=1, or remove it"
+
+    def news(self) -> str | None:
+        """Names a hook on the model's wrappers; the guard of a proof sees hooks inside."""
+        model = self.program.model
+        for wrapper in (model, wrapper_of(model)):
+            if wrapper is None or wrapper is inner_model(model):
+                continue
+            if wrapper._forward_hooks or wrapper._forward_pre_hooks or _hooks_backward(wrapper):
+                return f"a hook is registered on the {type(wrapper).__name__} around the model"
+        return None
+
+    def prove(self, inflight: InFlightBatch) -> Proof:
+        """Traces the model once, with tensors that have no data. Collective."""
+        # collective, so it comes before any decision of this rank alone
+        full_outputs = inflight.full_batch_outputs(self.taken.plain)
+        # a proof follows the model's forward only, not code that runs beside or ahead of it
+        functions = ("split_batch", "join_outputs", "custom_model_fwd")
+        given = [name for name in functions if getattr(self.options, name) is not None]
+        if given:
+            return Proof(f"nothing is known of {', '.join(given)}; give a number")
+        if self.taken.postproc_modules:
+            return Proof("modules run ahead of the model (pipeline_postproc=True)")
+        if not inflight.num_samples:
+            return Proof(None)
+        outputs = [
+            Given(module_of(module), name, full_outputs[name].value, module.forward.give)
+            for name, module in self.taken.modules.items()
+        ]
+        return prove(self.taken.inner, inflight.batch, outputs, self.program.losses.reduction)
+
+    def compare(self, inflight: InFlightBatch) -> str | None:
         """Describes a difference on any rank; ``None`` = no rank sees one. Collective.
 
         The rows of the in-flight batch are fetched or on their way.
         """
         # collective, so it comes before any decision of this rank alone
-        full_outputs = inflight.full_batch_outputs(self._taken.plain)
+        full_outputs = inflight.full_batch_outputs(self.taken.plain)
         is_cut = inflight.sizes_K[0] < inflight.num_samples
         found = self._difference(inflight, full_outputs) if is_cut else None
-        return agree_on(self._taken.pg, self._taken.device, found)
+        return agree_on(self.taken.pg, self.taken.device, found)
 
     def _difference(
         self, inflight: InFlightBatch, full_outputs: Mapping[str, FullBatchOutput]
@@ -168,16 +226,16 @@ class CutCheck:
         ways = {
             "on the whole batch": _Cut.in_order([num_samples]),
             f"in {num_parts} micro-batches": _Cut.in_order(inflight.sizes_K),
-            "in uneven parts": _Cut.torn(num_samples, num_parts, self._draw),
+            "in uneven parts": _Cut.torn(num_samples, num_parts, self.draw),
         }
         # torn pieces are joined by join_outputs, which may not know a user's type of batch
-        if self._options.split is not split_batch:
+        if self.options.split is not split_batch:
             ways.popitem()
         still, whole = StillRandomness(), None
-        shortened = self._taken.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+        shortened = self.taken.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
         for way, cut in ways.items():
             try:
-                with restored_randomness(self._taken.device):
+                with restored_randomness(self.taken.device):
                     run = self._run(inflight, full_outputs, cut, still)
             except Exception as error:  # any error of a user's model
                 # the message quotes sizes, since a torn batch has other sizes than the step's
@@ -207,14 +265,14 @@ class CutCheck:
 
         ``full_outputs`` are those of the sharded modules for the whole batch, by name.
         """
-        model = copy_model(self._taken.inner, self._taken.postproc_modules)
+        model = copy_model(self.taken.inner, self.taken.postproc_modules)
         # copies: a model may write into its batch, and the step still needs the original
         batch, context = copy_batch(inflight.batch), copy.copy(inflight.context)
         context.postproc_fwd_results = copy_batch(context.postproc_fwd_results)
-        pieces = list(self._options.split(batch, cut.sizes)) if len(cut.sizes) > 1 else [batch]
+        pieces = list(self.options.split(batch, cut.sizes)) if len(cut.sizes) > 1 else [batch]
         given = {name: whole.detached() for name, whole in full_outputs.items()}
         losses_K: dict[int, Any] = {}
-        outputs, program = [], self._program
+        outputs, program = [], self.program
         setting = replace(inflight.setting, num_micro_batches=len(cut.pieces_K))
         at_once = is_depth_first(setting, inflight.shares_rows)
         with still, torch.enable_grad():
@@ -222,7 +280,7 @@ class CutCheck:
             for k in range(len(cut.pieces_K)):
                 self._give(given, cut, k)
                 part_of = partial(cut.joined, index=k)
-                with self._taken.postprocs.for_part(context, cut.sizes, part_of):
+                with self.taken.postprocs.for_part(context, cut.sizes, part_of):
                     losses, output = self._forward(model, cut.joined(pieces, k))
                 losses_K[k] = program.losses.checked(losses)
                 outputs.append(output)
@@ -239,12 +297,12 @@ class CutCheck:
             ]
             weights = [(f"the gradient of {n}", w.grad) for n, w in dense_parameters(model)]
             loss = "the loss", program.losses.batch(losses_K, cut.sizes_K)
-            output = self._options.join(outputs, cut.sizes_K) if cut.is_in_order else None
+            output = self.options.join(outputs, cut.sizes_K) if cut.is_in_order else None
             return _Run([*tables, *weights, loss], output, state_of(model))
 
     def _give(self, given: Mapping[str, FullBatchOutput], cut: _Cut, index: int) -> None:
         """Gives sharded modules, which do not run, their output for one micro-batch's samples."""
-        for name, module in self._taken.modules.items():
+        for name, module in self.taken.modules.items():
             parts = [given[name].part(cut.sizes, p) for p in range(len(cut.sizes))]
             module.forward.give(cut.joined(parts, index))
 
@@ -254,8 +312,8 @@ class CutCheck:
         One that would reach the model itself instead of its copy is refused: a method of the model
         was replaced by a function bound to the original.
         """
-        losses = [self._program.losses.part(losses_K, k, cut.sizes_K) for k in indices]
-        own = {id(parameter) for _, parameter in dense_parameters(self._taken.inner)}
+        losses = [self.program.losses.part(losses_K, k, cut.sizes_K) for k in indices]
+        own = {id(parameter) for _, parameter in dense_parameters(self.taken.inner)}
         # the graph's leaves (AccumulateGrad) name their parameter
         if any(id(getattr(node, "variable", None)) in own for node in backward_steps(losses)):
             raise CompatError("a function of the model runs another module than a copy's")
@@ -264,7 +322,7 @@ class CutCheck:
 
     def _forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Runs the program with the copy in place of the model that it wraps."""
-        program = self._program
+        program = self.program
         if isinstance(program.model, DistributedModelParallel):
             with instead_of_wrapped(program.model, model):
                 return program.forward(batch)
@@ -280,3 +338,24 @@ def _refuse_views(output: Any, model: nn.Module) -> None:
         is_number = isinstance(leaf, Tensor) and leaf.dim() == 0
         if is_number and leaf._is_view() and leaf.untyped_storage().data_ptr() in kept:
             raise CompatError("the output holds a view into the model; clone it")
+
+
+def _hooks_inside(model: nn.Module) -> Iterator[str]:
+    """Names hooks inside the wrappers that would run K times, with gradients of micro-batches.
+
+    These are hooks on gradients of dense parameters and modules, and ``replicate()``, which reduces
+    gradients in hooks. Forward hooks inside the model are a part of its forward.
+    """
+    for path, module in dense_modules(inner_model(model)):
+        where = path or "the model"
+        if _hooks_backward(module):
+            yield f"a backward hook is registered on {where}"
+        if "replicate" in (_get_registry(module) or {}):
+            yield f"replicate() was applied to {where}"
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if why_parameter_hooked(parameter) is not None:
+                yield f"a gradient hook is registered on parameter {name}"
+
+
+def _hooks_backward(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)

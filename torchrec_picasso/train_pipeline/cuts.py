@@ -9,21 +9,16 @@ the whole batch if there is no proof (:mod:`.cut_check`). All ranks decide toget
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed._composable.contract import _get_registry
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from torchrec_picasso.batches.split import num_samples
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import agree_on
-from torchrec_picasso.proof.dense_part import dense_modules, why_parameter_hooked
 from torchrec_picasso.proof.guard import Guard
-from torchrec_picasso.proof.proof import Given, Proof, prove
+from torchrec_picasso.proof.proof import Proof
 from torchrec_picasso.schedule.schedule import NUM_BATCHES, Setting
 from torchrec_picasso.schedule.setting_choice import (
     SettingChoice,
@@ -31,16 +26,10 @@ from torchrec_picasso.schedule.setting_choice import (
     candidates,
     pieces_for,
 )
-from torchrec_picasso.train_pipeline.cut_check import CutCheck
-from torchrec_picasso.train_pipeline.data_parallel import why_whole_batches, wrapper_of
+from torchrec_picasso.train_pipeline.cut_check import CutEvidence
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
-from torchrec_picasso.train_pipeline.model_parts import inner_model
-from torchrec_picasso.train_pipeline.operations import Program
-from torchrec_picasso.train_pipeline.options import PipelineOptions
-from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
-from torchrec_picasso.train_pipeline.processed_module import module_of
 
-__all__ = ["CutEvidence", "Cuts", "is_due"]
+__all__ = ["Cuts", "is_due"]
 
 _log = logging.getLogger(__name__)
 
@@ -60,81 +49,6 @@ def is_due(step: int) -> bool:
     return is_power_of_2 and (step <= _OFTEN_UNTIL or step.bit_length() % 2 == 1)
 
 
-@dataclass
-class CutEvidence:
-    """The facts for and against micro-batches of a model: objections, a proof, a comparison."""
-
-    program: Program
-    pipeline: type[TrainPipelineSparseDist]
-    injected: Sequence[str]
-    """Modules into whose backward the user injected work."""
-    taken: PipelinedModel
-    options: PipelineOptions
-
-    def __post_init__(self) -> None:
-        self.compare = CutCheck(self.program, self.taken, self.options).why_not
-        """Runs the model on the whole batch and on micro-batches. Collective."""
-
-    def objection(self) -> str | None:
-        """Names work that would run per micro-batch where the user expects it per batch."""
-        model = self.program.model
-        reason = why_whole_batches(model) or self.news() or next(_hooks_inside(model), None)
-        if reason is None and self.injected:
-            reason = f"register_backward_hook injected work into {', '.join(self.injected)}"
-        if reason is None and self.pipeline._backward is not TrainPipelineSparseDist._backward:
-            reason = f"{self.pipeline.__name__} overrides _backward"
-        return None if reason is None else f"{reason}; use num_micro_batches=1, or remove it"
-
-    def news(self) -> str | None:
-        """Names a hook on the model's wrappers; the guard of a proof sees hooks inside."""
-        model = self.program.model
-        for wrapper in (model, wrapper_of(model)):
-            if wrapper is None or wrapper is inner_model(model):
-                continue
-            if wrapper._forward_hooks or wrapper._forward_pre_hooks or _hooks_backward(wrapper):
-                return f"a hook is registered on the {type(wrapper).__name__} around the model"
-        return None
-
-    def prove(self, inflight: InFlightBatch) -> Proof:
-        """Traces the model once, with tensors that have no data. Collective."""
-        # collective, so it comes before any decision of this rank alone
-        full_outputs = inflight.full_batch_outputs(self.taken.plain)
-        # a proof follows the model's forward only, not code that runs beside or ahead of it
-        if self.options.own_functions:
-            names = ", ".join(self.options.own_functions)
-            return Proof(f"nothing is known of {names}; give a number")
-        if self.taken.postproc_modules:
-            return Proof("modules run ahead of the model (pipeline_postproc=True)")
-        if not inflight.num_samples:
-            return Proof(None)
-        given = [
-            Given(module_of(module), name, full_outputs[name].value, module.forward.give)
-            for name, module in self.taken.modules.items()
-        ]
-        return prove(self.taken.inner, inflight.batch, given, self.program.losses.reduction)
-
-
-def _hooks_inside(model: nn.Module) -> Iterator[str]:
-    """Names hooks inside the wrappers that would run K times, with gradients of micro-batches.
-
-    These are hooks on gradients of dense parameters and modules, and ``replicate()``, which reduces
-    gradients in hooks. Forward hooks inside the model are a part of its forward.
-    """
-    for path, module in dense_modules(inner_model(model)):
-        where = path or "the model"
-        if _hooks_backward(module):
-            yield f"a backward hook is registered on {where}"
-        if "replicate" in (_get_registry(module) or {}):
-            yield f"replicate() was applied to {where}"
-        for name, parameter in module.named_parameters(path, recurse=False):
-            if why_parameter_hooked(parameter) is not None:
-                yield f"a gradient hook is registered on parameter {name}"
-
-
-def _hooks_backward(module: nn.Module) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
 class Cuts:
     """Decides between micro-batches and whole batches, for one model, and times the steps.
 
@@ -146,8 +60,6 @@ class Cuts:
     ) -> None:
         self._asked, self._lookahead = num_micro_batches, lookahead
         self._device, self._clock = device, StepClock(device)
-        self._start: Any = None
-        self._end: Any = None
         self._has_looked = False
         # the first training step is whole, and so is one after forwards without backwards, which
         # leave DistributedDataParallel waiting
@@ -158,7 +70,6 @@ class Cuts:
         self._proof: Proof | None = None
         self._guard: Guard | None = None
         self._num_proofs = self._num_steps = 0
-        self._is_open = False
         self._why_whole: str | None = None
         self._change: str | None = None
         self._choice = SettingChoice([Setting(1, lookahead is not False)])
@@ -177,7 +88,7 @@ class Cuts:
         if self._asked is not None:
             if self._asked > 1 and why_whole is not None:
                 raise CompatError(why_whole)
-            self._narrow()
+            self._choose_among(self._asked)
             return
         # with a few samples, or nothing to hide, micro-batches cannot be faster
         may_pay = bool(taken.interleaved) and len(pieces_for(taken.look.num_samples)) > 1
@@ -222,11 +133,11 @@ class Cuts:
     def train_whole_next(self) -> None:
         """Makes the next training step run on a whole batch; it follows no training step."""
         self._is_next_whole = True
-        self._end = None
+        self._clock.forget_step()
 
     def start_step(self) -> None:
         """Notes the start of a step, before operations that wait for other ranks."""
-        self._start = self._clock.stamp()
+        self._clock.start_step()
 
     def decide(self, inflight: InFlightBatch, has_changed: bool) -> None:
         """Decides before a training step whether its batch is trained whole. Collective.
@@ -248,16 +159,11 @@ class Cuts:
 
         Collective at some steps.
         """
-        # A step lasts from the end of the step before: rows arrive between steps, too, above all
-        # while ranks compare the times of a turn, and the next step would seem short.
-        start = self._start if self._end is None else self._end
-        self._end = self._clock.stamp()
+        span = self._clock.end_step()
         if len(settings) == NUM_BATCHES:
             # a step with a proof or a comparison has no time
-            span = None if self._has_looked else (start, self._end)
-            self._choice.note_step(
-                settings, span, self._clock, self._evidence.taken.pg, self._device
-            )
+            counted = None if self._has_looked else span
+            self._choice.note_step(settings, counted, self._clock, self._evidence.taken.pg)
 
     def _look(self, inflight: InFlightBatch, has_changed: bool) -> bool:
         """Runs a proof or a comparison if one is due; returns whether any ran. Collective."""
@@ -302,26 +208,25 @@ class Cuts:
             return  # the number stays, proved or not; unproved it is compared by _look()
         if reason is not None:
             self._settle_whole(reason)
-        elif not self._is_open:
-            self._is_open = True
-            self._choose_among(candidates(None, self._lookahead))
+        else:
+            self._choose_among(None)
 
     def _settle_whole(self, why_whole: str | None) -> None:
         """Lets the autotuner choose among the settings without micro-batches."""
-        self._why_whole, self._is_open = why_whole, False
+        self._why_whole = why_whole
         if why_whole is not None:
             _log.info("batches are trained whole: %s", why_whole)
-        self._choose_among(candidates(1, self._lookahead))
+        self._choose_among(1)
 
-    def _choose_among(self, allowed: Sequence[Setting]) -> None:
-        self._choice = SettingChoice(allowed, self._evidence.taken.planned_micro_batches)
-        self._choice.settle_on(self._known)
-        self._narrow()
-
-    def _narrow(self) -> None:
-        """Removes the settings that cannot be fastest for the model and its batches."""
+    def _choose_among(self, num_micro_batches: int | None) -> None:
+        """Lets the autotuner choose among the settings that may be fastest; ``None`` = any."""
         taken = self._evidence.taken
-        self._choice.narrow(taken.look.num_samples, bool(taken.interleaved))
+        is_interleaved = bool(taken.interleaved)
+        allowed = candidates(
+            num_micro_batches, self._lookahead, taken.look.num_samples, is_interleaved
+        )
+        if allowed != self._choice.allowed:
+            self._choice = SettingChoice(allowed, taken.planned_micro_batches, self._known)
 
     def __str__(self) -> str:
         why = f"; batches are whole: {self._why_whole}" if self._why_whole else ""

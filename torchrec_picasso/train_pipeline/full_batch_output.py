@@ -14,9 +14,8 @@ from torch import Tensor
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-from torchrec_picasso.batches.members import children_of, rebuild
-from torchrec_picasso.batches.split import reason_of, split_batch
-from torchrec_picasso.errors import CompatError, InputError
+from torchrec_picasso.batches.members import children_of, made_like, rebuild
+from torchrec_picasso.batches.split import split_output
 
 __all__ = ["UnsplitOutput", "FullBatchOutput"]
 
@@ -37,15 +36,8 @@ class UnsplitOutput:
 
     def detached(self) -> FullBatchOutput:
         """Copies the output without its graph, with its own leaves. Collective."""
-        self._output = self._waited(self._output)
+        self._output = _mapped(self._output, lambda values: values, self._name)
         return FullBatchOutput(self._output, self._name)
-
-    def _waited(self, value: Any) -> Any:
-        """Waits for all awaitables in the output, in containers too; TorchRec's allow one wait."""
-        if isinstance(value, Awaitable):
-            return value.wait()
-        members = None if isinstance(value, KeyedTensor | JaggedTensor) else children_of(value)
-        return value if members is None else _rebuilt(value, self._waited, self._name)
 
 
 class FullBatchOutput:
@@ -65,54 +57,38 @@ class FullBatchOutput:
         """Tensors of the output that gradients run back to."""
         self._has_leaf: list[bool] = []
         """For every tensor of the output, whether it is one of ``_values``."""
-        self.value = self._map(output, self._off_graph)
+        self.value = _mapped(output, self._off_graph, name)
         """The output of the whole batch, without its graph."""
-        self._parts_K: dict[tuple[int, ...], list[tuple[Any, list[Tensor]]]] = {}
-        """By the sizes of micro-batches, the output of each, and its leaf for each value."""
+        self._parts_K: Sequence[tuple[Any, list[Tensor]]] = ()
+        """The output of each micro-batch, and its leaf for each value; set by :meth:`part`."""
 
     def part(self, sizes_K: Sequence[int], index: int) -> Any:
-        """Returns the output for one of micro-batches; CompatError if it cannot be split."""
-        sizes = tuple(sizes_K)
-        if sizes not in self._parts_K:
-            parts_K = [self.value] if len(sizes) == 1 else self._split(sizes)
-            self._parts_K[sizes] = list(map(self._with_leaves, parts_K))
-        part, _ = self._parts_K[sizes][index]
+        """Returns the output for one of micro-batches, which have these sizes in every call.
+
+        CompatError if it cannot be split.
+        """
+        if not self._parts_K:
+            parts_K = split_output(self.value, sizes_K, f"module {self._name} returns")
+            self._parts_K = list(map(self._with_leaves, parts_K))
+        part, _ = self._parts_K[index]
         return part
 
     def backward(self) -> None:
         """Runs the module's backward; not without any gradient. Collective."""
-        leaves = [leaf for cut in self._leaves for leaves_K in cut for leaf in leaves_K]
         # without a gradient a plain loop would not run the module's backward either
-        if any(leaf.grad is not None for leaf in leaves):
+        if any(leaf.grad is not None for _, leaves_V in self._parts_K for leaf in leaves_V):
             torch.autograd.backward(self._values, self.joined_gradients())
 
     def detached(self) -> FullBatchOutput:
         """Copies the output with its own leaves; no module's backward runs from them."""
         other = copy.copy(self)
-        other._parts_K = {}
+        other._parts_K = ()
         return other
-
-    @property
-    def _leaves(self) -> list[list[tuple[Tensor, ...]]]:
-        """By cut and by value of the output, the leaf of each micro-batch."""
-        cuts = self._parts_K.values()
-        return [list(zip(*(leaves_V for _, leaves_V in parts_K))) for parts_K in cuts]
 
     def joined_gradients(self) -> list[Tensor]:
         """Joins the leaves' gradients to one per value of the output, with its shape."""
-        by_cut_V = [list(map(_joined_gradient, leaves_VK)) for leaves_VK in self._leaves]
-        # several cuts of one batch add up
-        return [torch.stack(g).sum(0) if len(g) > 1 else g[0] for g in zip(*by_cut_V)]
-
-    def _split(self, sizes: tuple[int, ...]) -> Sequence[Any]:
-        """Splits the output by samples."""
-        try:
-            return split_batch(self.value, sizes)
-        except (CompatError, InputError) as error:
-            raise CompatError(
-                f"module {self._name} returns a {type(self.value).__name__}, which cannot be cut "
-                f"into micro-batches ({reason_of(error)}); use num_micro_batches=1"
-            ) from error
+        leaves_VK = zip(*(leaves_V for _, leaves_V in self._parts_K))
+        return list(map(_joined_gradient, leaves_VK))
 
     def _with_leaves(self, part: Any) -> tuple[Any, list[Tensor]]:
         """Returns a micro-batch's output whose gradients run back to leaves, and these leaves."""
@@ -126,7 +102,7 @@ class FullBatchOutput:
             return leaves_V[-1].clone()
 
         with torch.enable_grad():
-            return self._map(part, on_leaf), leaves_V
+            return _mapped(part, on_leaf, self._name), leaves_V
 
     def _off_graph(self, values: Tensor) -> Tensor:
         """Detaches one tensor, and records whether gradients run back to it."""
@@ -136,35 +112,23 @@ class FullBatchOutput:
             self._values.append(values)
         return values.detach()
 
-    def _map(self, value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-        """Applies a function to every tensor of the output, always in the same order."""
-        if isinstance(value, Awaitable):
-            value = value.wait()
-        if isinstance(value, KeyedTensor):
-            return KeyedTensor(
-                keys=value.keys(),
-                length_per_key=value.length_per_key(),
-                values=change(value.values()),
-                key_dim=value.key_dim(),
-            )
-        if isinstance(value, JaggedTensor):
-            return JaggedTensor(
-                values=change(value.values()),
-                weights=value.weights_or_none(),
-                lengths=value.lengths_or_none(),
-                offsets=value.offsets_or_none(),
-            )
-        if isinstance(value, Tensor):
-            return change(value)
-        if children_of(value) is None:
-            return value
-        return _rebuilt(value, lambda member: self._map(member, change), self._name)
 
+def _mapped(value: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
+    """Applies a function to every tensor in the output of module ``name``, in a fixed order.
 
-def _rebuilt(container: Any, change: Callable[[Any], Any], name: str) -> Any:
-    """Applies a function to every member of a container in the output of module ``name``."""
-    found = [change(member) for _, member in children_of(container) or ()]
-    return rebuild(container, found, f"output of {name}", "use TrainPipelineSparseDist")
+    Awaitables are awaited, in containers too; TorchRec's allow one wait.
+    """
+    if isinstance(value, Awaitable):
+        value = value.wait()
+    if isinstance(value, (KeyedTensor, JaggedTensor)):
+        return made_like(value, values=change(value.values()))
+    if isinstance(value, Tensor):
+        return change(value)
+    members = children_of(value)
+    if members is None:
+        return value
+    found = [_mapped(member, change, name) for _, member in members]
+    return rebuild(value, found, f"output of {name}", "use TrainPipelineSparseDist")
 
 
 def _joined_gradient(leaves_K: Sequence[Tensor]) -> Tensor:

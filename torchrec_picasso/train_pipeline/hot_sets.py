@@ -40,7 +40,7 @@ class HotSets:
         self._verify_every = verify_every
         self._id_stream = id_stream
         self._num_steps = 0
-        self._groups: Sequence[ModuleGroup] = ()
+        self._groups: Sequence[RowGroup] = ()
         self._epochs: list[int] = []
         self._refresher: Refresher | None = None
         self._saved: SavedUses | None = None
@@ -49,7 +49,7 @@ class HotSets:
 
     def take(self, groups: Sequence[ModuleGroup]) -> None:
         """Sets the tables, on attach; the same model may be attached again."""
-        self._groups = groups
+        self._groups = [group.row_group for group in groups]
         if self._policy is not None:
             row_groups = [module.group for group in groups for module in group.modules.values()]
             # the same tables keep their access counts
@@ -60,19 +60,13 @@ class HotSets:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        tensors = [
-            tensor for group in self._groups for tensor in group.row_group.tensors_of_hot_set()
-        ]
+        # a list: what is computed on demand must be queued before the stream of ids waits for it
+        tensors = [tensor for group in self._groups for tensor in group.tensors_of_hot_set()]
         self._id_stream.take_over(tensors)
 
     def hot_rows(self) -> dict[str, Tensor]:
         """The hot rows of each table that has any, by name, int64."""
-        return {
-            table.name: table.hot_rows_H
-            for group in self._groups
-            for table in group.row_group.tables
-            if table.hot_rows_H.numel()
-        }
+        return {name: rows for group in self._groups for name, rows in group.hot_rows.items()}
 
     def saved_uses(self) -> SavedUses | None:
         """The access counts so far; ``None`` without a refresh policy. Collective."""
@@ -92,7 +86,7 @@ class HotSets:
         self._num_steps += 1
         if self._verify_every is not None and self._num_steps % self._verify_every == 0:
             for group in self._groups:
-                check_replicas(group.row_group)
+                check_replicas(group)
         if self._refresher is not None:
             self.last = self._refresher.step() or self.last
 
@@ -100,8 +94,8 @@ class HotSets:
         """Whether the hot set of any table differs from that of the last call."""
         # TorchRec's modules may be refreshed by others; each change counts up a group's epoch
         for group in self._groups:
-            group.row_group.follow_hot_rows()
-        before, self._epochs = self._epochs, [group.row_group.hot_epoch for group in self._groups]
+            group.follow_hot_rows()
+        before, self._epochs = self._epochs, [group.hot_epoch for group in self._groups]
         if not before or before == self._epochs:
             return False
         self._hand_over()

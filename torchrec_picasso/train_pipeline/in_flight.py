@@ -99,13 +99,6 @@ class InFlight:
             for each, group in zip(inflight.groups, taken.groups):
                 each.group = group
 
-    def fetch_first(self, batches: Iterator[Any]) -> Fetched:
-        """Fetches the batch of a step while no batch is in flight. Collective.
-
-        All ranks raise StopIteration if no rank has a batch.
-        """
-        return self._feed.first(self._pg, batches)
-
     def begin(self, fetched: Fetched) -> None:
         """Puts the first batch in flight and fetches its rows. Collective."""
         self._inflights.append(self._prepared(fetched))

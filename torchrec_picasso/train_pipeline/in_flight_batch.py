@@ -18,8 +18,8 @@ from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.schedule.schedule import Setting, backward_order
 from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput, UnsplitOutput
+from torchrec_picasso.train_pipeline.model_parts import ProcessedModule
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup
-from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 
 __all__ = ["GroupBatch", "InFlightBatch", "Run"]
 
@@ -117,17 +117,26 @@ class InFlightBatch(Fetched):
         return self.is_whole or self.filled == [self.order[-1]]
 
     def acquire(
-        self, run: Run, group_batch: GroupBatch, name: str, number: int
+        self,
+        indices: Sequence[int],
+        group_batch: GroupBatch,
+        name: str,
+        number: int,
+        *,
+        trains: bool = True,
     ) -> list[tuple[PartRows, int]]:
-        """Returns rows and samples of each micro-batch that a module uses in one run of the model.
+        """Returns rows and samples of micro-batches that a module uses in one run of the model.
 
-        ``number`` is the position of the module in its group.
+        ``number`` is the position of the module in its group. A run that does not train takes no
+        gradients, and the rows stay for the training step.
         """
         weights = self._weights_of(group_batch, name, number)
         parts = []
-        for index in run.parts:
-            sink = partial(self._take_gradients, group_batch.gradients, name, number, index)
-            is_last = index == self.filled[-1]  # the last use of rows may free them
+        for index in indices:
+            sink = _no_sink
+            if trains:
+                sink = partial(self._take_gradients, group_batch.gradients, name, number, index)
+            is_last = trains and index == self.filled[-1]  # the last use of rows may free them
             part = group_batch.rows.acquire(index, sink, weights, is_last=is_last, module=number)
             parts.append((part, self.sizes_K[index]))
         return parts
@@ -193,13 +202,9 @@ class InFlightBatch(Fetched):
         outputs = {name: self.full_outputs[name].detached() for name in plain}
         for group_batch in self.groups:
             for number, name in enumerate(group_batch.group.modules):
-                weights = self._weights_of(group_batch, name, number)
-                parts = []
+                self._weights_of(group_batch, name, number)  # once, with their graph
                 with torch.no_grad():
-                    for index in self.filled:
-                        # the rows stay for the training step: no sink, and not the last use
-                        part = group_batch.rows.acquire(index, _no_sink, weights, module=number)
-                        parts.append((part, self.sizes_K[index]))
+                    parts = self.acquire(self.filled, group_batch, name, number, trains=False)
                     whole = group_batch.group.output(name, parts).wait()
                 outputs[name] = FullBatchOutput(whole, name, always_leaves=True)
         return outputs

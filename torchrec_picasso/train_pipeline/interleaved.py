@@ -25,13 +25,14 @@ from torchrec_picasso.rows.refresh_policy import Refresh
 from torchrec_picasso.rows.refresher import Refreshed
 from torchrec_picasso.schedule.schedule import Schedule, Setting
 from torchrec_picasso.sharding.delta_tracker import begin_batch
-from torchrec_picasso.train_pipeline.cuts import CutEvidence, Cuts
+from torchrec_picasso.train_pipeline.cut_check import CutEvidence
+from torchrec_picasso.train_pipeline.cuts import Cuts
 from torchrec_picasso.train_pipeline.hot_sets import HotSets
 from torchrec_picasso.train_pipeline.in_flight import InFlight
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 from torchrec_picasso.train_pipeline.losses import Losses
-from torchrec_picasso.train_pipeline.model_parts import inner_model
+from torchrec_picasso.train_pipeline.model_parts import inner_model, process_group_of
 from torchrec_picasso.train_pipeline.operations import Operations, Program
 from torchrec_picasso.train_pipeline.options import (
     JoinOutputs,
@@ -245,14 +246,15 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._lifecycle.check_step()
         if self._lifecycle.state is State.DETACHED:
             self.attach(self._model)
+        fetched = None
         if not in_flight:
-            fetched = in_flight.fetch_first(dataloader_iter)
-            if self._lifecycle.state is State.NEW:
-                self._take_over(fetched.batch, fetched.context)
+            fetched = self._feed.first(process_group_of(self._model), dataloader_iter)
+        if self._lifecycle.state is State.NEW:
+            first = fetched or in_flight.first
+            self._take_over(first.batch, first.context)
+        if fetched is not None:
             in_flight.begin(fetched)
         begin_batch(self._model)
-        if self._lifecycle.state is State.NEW:  # it was detached
-            self._take_over(in_flight.first.batch, in_flight.first.context)
         assert self._taken is not None
         self._taken.check_forwards()
         if self._hot_sets.have_changed():  # batches in flight have layouts of an older hot set
@@ -318,17 +320,15 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._model,
             batch,
             context,
-            stream=self._data_dist_stream,
+            id_stream=self._id_stream,
             device=self._device,
             pipeline_postproc=self._pipeline_postproc,
         )
         self._pipelined_modules = found.pipelined
         self._original_forwards = found.original_forwards
         self._pipelined_postprocs = found.postproc_modules
-        if self._in_flight and self._taken is not None:  # its look prepared the batches in flight
-            found.join_exchanges(self._taken.look)
-        else:
-            found.join_exchanges(found.look_at(batch, context, self._id_stream))
+        before = self._taken if self._in_flight else None  # its look prepared batches in flight
+        found.look_at(batch, context, known=None if before is None else before.look)
         program = Program(  # each function is looked up when it is called
             model=self._model,
             forward=self._options.custom_model_fwd or (lambda batch: self._model(batch)),

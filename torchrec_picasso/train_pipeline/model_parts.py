@@ -8,41 +8,120 @@ kinds, or has tables of the first two kinds:
   micro-batches use parts of its full-batch output;
 - *not pipelined*: TorchRec cannot find its input without running the model. It runs inside the
   model, and updates its rows in every backward, so batches must be whole.
+
+Shape letter: N lookups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardedModule
+from torchrec.distributed.types import LazyAwaitable, ShardedModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.proof.dense_part import outside_of_sharded
+from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
+from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.valid_features import with_own_weights
 from torchrec_picasso.sharding.sharded_module import HotColdModule
-from torchrec_picasso.train_pipeline.module_group import ScheduledModule
-from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
 
 __all__ = [
+    "ProcessedModule",
+    "ScheduledModule",
     "as_scheduled",
     "inner_model",
+    "module_of",
     "process_group_of",
     "unpipelined_modules",
     "why_computed_once",
     "why_whole_batches",
 ]
 
+_MADE_INSIDE = (
+    "its input is not read off the batch but made inside the model",
+    "give the module features as they are in the batch",
+)
+_NOT_SEEN = (
+    "the tracer sees no call of it in the model's forward",
+    "call the module in a forward, and in no function that torch.fx.wrap hides",
+)
 
-_MADE_INSIDE = "its input is not read off the batch but made inside the model"
-_NOT_SEEN = "the tracer sees no call of it in the model's forward"
-_CURES = {
-    _MADE_INSIDE: "give the module features as they are in the batch",
-    _NOT_SEEN: "call the module in a forward, and in no function that torch.fx.wrap hides",
-}
+
+class ProcessedModule:
+    """A FeatureProcessedEmbeddingBagCollection of hot/cold ``tables`` alone, driven by a schedule.
+
+    Feature processors compute the per-sample weights of the ids and never change the ids, so a
+    schedule fetches rows as for any other module. The processors run once, on the whole batch.
+    Micro-batches use their parts of the weights and add to the weights' gradient; the processors'
+    own backward runs once, with the sums, before the gradients of their parameters are reduced.
+
+    TorchRec's own path writes positions into the batch's features, where the next module with the
+    same features would take them for weights. Here they are written into a copy.
+    """
+
+    def __init__(
+        self, module: ShardedFeatureProcessedEmbeddingBagCollection, tables: HotColdModule
+    ) -> None:
+        self._module = module
+        self._tables = tables
+
+    @property
+    def forward(self) -> Any:
+        """The replacement of the module's forward."""
+        return self._module.forward
+
+    @property
+    def group(self) -> RowGroup:
+        """The tables' rows."""
+        return self._tables.group
+
+    def features_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Copies the features that the module looks up, in the order of its tables.
+
+        The copy has weights, which the processors may overwrite. Lengths must be valid.
+        """
+        (own, *_), _ = self._module.preprocess_input([with_own_weights(features)], {})
+        return self._tables.features_of(own)
+
+    def output(self, rows: PartRows) -> LazyAwaitable[Any]:
+        """Computes the module's output for one micro-batch."""
+        return self._tables.output(rows)
+
+    def weights(self, rows: BatchRows, number: int) -> Tensor:
+        """Runs the processors on a whole batch: weights of all lookups of the group ``(N,)``.
+
+        Those of this module, which has position ``number`` in the group, have their graph; those of
+        other modules are as the batch has them.
+        """
+        by_module = rows.layout.features_by_module
+        features, apply = by_module[number], self._module.apply_feature_processors_to_kjt_list
+        # KeyedJaggedTensor.to_dict raises for a batch without samples, which needs no weights
+        (made,) = apply(KJTList([features])) if features.lengths().numel() else (features,)
+        weights_N = made.weights()
+        # as in TorchRec, every parameter gets a gradient, for any ids
+        parameters = [p.flatten() for p in self._module._feature_processors.parameters()]
+        if parameters:
+            weights_N = weights_N + 0.0 * torch.cat(parameters).sum()
+        given_N = rows.layout.weights_N
+        if len(by_module) == 1 or given_N is None:
+            return weights_N
+        # weights of the group are concatenated by module; this module's span is replaced
+        start = sum(features.values().numel() for features in by_module[:number])
+        end = start + weights_N.numel()
+        return torch.cat([given_N[:start], weights_N, given_N[end:]])
+
+
+ScheduledModule = HotColdModule | ProcessedModule
+"""Modules whose exchange a schedule can drive."""
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -61,8 +140,8 @@ def process_group_of(model: nn.Module) -> dist.ProcessGroup:
 
 def unpipelined_modules(
     model: nn.Module, pipelined: Collection[nn.Module], called: Collection[str]
-) -> dict[str, str]:
-    """Finds sharded modules that TorchRec does not pipeline: a reason by module name.
+) -> dict[str, tuple[str, str]]:
+    """Finds sharded modules that TorchRec does not pipeline: a reason and a remedy by module name.
 
     TorchRec's tracer found the input of ``pipelined`` modules in the batch, and saw a call of
     modules with the names ``called``. The model is the one inside its wrapper.
@@ -83,6 +162,11 @@ def as_scheduled(module: ShardedModule) -> ScheduledModule | None:
     return tables if tables is module else ProcessedModule(module, tables)
 
 
+def module_of(module: ScheduledModule) -> ShardedModule:
+    """Returns TorchRec's sharded module behind a module that a schedule drives."""
+    return module._module if isinstance(module, ProcessedModule) else module
+
+
 def _tables_of(module: ShardedModule) -> ShardedModule:
     """Returns a module without its feature processors."""
     is_processed = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
@@ -101,7 +185,7 @@ def why_computed_once(module: ShardedModule) -> str:
     return f"{num_stock} of its {len(sharding)} tables are not hot/cold"
 
 
-def why_whole_batches(model: nn.Module, unpipelined: Mapping[str, str]) -> str | None:
+def why_whole_batches(model: nn.Module, unpipelined: Mapping[str, tuple[str, str]]) -> str | None:
     """Reason why batches of the model inside its wrapper cannot be split, with advice, or ``None``.
 
     ``unpipelined`` is the result of :func:`unpipelined_modules`.
@@ -119,8 +203,8 @@ def why_whole_batches(model: nn.Module, unpipelined: Mapping[str, str]) -> str |
                 "DistributedModelParallel wrap the model"
             )
     if unpipelined:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in unpipelined.items())
-        cures = dict.fromkeys(_CURES[reason] for reason in unpipelined.values())
+        reasons = "; ".join(f"{name}: {reason}" for name, (reason, _) in unpipelined.items())
+        cures = dict.fromkeys(cure for _, cure in unpipelined.values())
         return (
             f"{reasons}. So it cannot be pipelined and would update its rows once per micro-batch; "
             f"use num_micro_batches=1, or {' and '.join(cures)}"

@@ -20,19 +20,15 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowRequest
-from torchrec_picasso.rows.valid_features import valid_features, with_weights
-from torchrec_picasso.sharding.sharded_module import HotColdModule
-from torchrec_picasso.train_pipeline.processed_module import ProcessedModule
+from torchrec_picasso.rows.valid_features import valid_features
+from torchrec_picasso.train_pipeline.model_parts import ProcessedModule, ScheduledModule
 from torchrec_picasso.train_pipeline.variable_batch import (
     VariableBatchFeatures,
     check_inverse_indices,
     spread,
 )
 
-__all__ = ["ModuleGroup", "ScheduledModule", "group_modules"]
-
-ScheduledModule = HotColdModule | ProcessedModule
-"""Modules whose exchange a schedule can drive."""
+__all__ = ["ModuleGroup", "group_modules"]
 
 
 class ModuleGroup:
@@ -45,11 +41,6 @@ class ModuleGroup:
         self.modules = dict(modules)
         self.row_group = RowGroup.merged([module.group for module in modules.values()])
         self._is_odd = is_odd
-
-    @property
-    def num_waves(self) -> int:
-        """Number of waves that its packs travel in if a schedule staggers them."""
-        return len(self.row_group.plan.waves)
 
     def check(self, features_of: Mapping[str, KeyedJaggedTensor]) -> None:
         """Refuses what no header reports to other ranks: they must agree on it before the request.
@@ -93,8 +84,6 @@ class ModuleGroup:
         """Selects the features that a module looks up, in the order of its tables."""
         if not self._is_odd:
             return module.features_of(features)
-        if not module.group.plan.takes_weights:  # sequences: weights have no use
-            features = with_weights(features, None)
         return VariableBatchFeatures.pad(module.features_of(features), features)
 
     def output(self, name: str, parts: Sequence[tuple[PartRows, int]]) -> LazyAwaitable[Any]:

@@ -19,6 +19,7 @@ from torchrec_picasso._torchrec import TrainPipelineContext
 from torchrec_picasso.batches.feed import AnyData
 from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.exchange.waiting import note_all_reduce
+from torchrec_picasso.rows.batch_gradients import update_rows
 from torchrec_picasso.schedule.kinds import KINDS
 from torchrec_picasso.schedule.schedule import Op
 from torchrec_picasso.train_pipeline.data_parallel import (
@@ -151,7 +152,7 @@ class Operations:
         for each in inflight.groups:
             # The model calls the module later; the call waits for the rows of its micro-batch.
             for number, (name, module) in enumerate(each.group.modules.items()):
-                parts = inflight.acquire(run, each, name, number)
+                parts = inflight.acquire(run.parts, each, name, number)
                 module.forward.take(partial(each.group.output, name, parts))
         inflight.compute_full_outputs(self.taken.plain)
         sizes = [each.num_samples for each in runs]
@@ -213,7 +214,7 @@ class Operations:
             yes, no = _Vote.TRAINED_WITHOUT_SAMPLES, _Vote.UNKNOWN
         names = [name for group in self.taken.groups for name in group.modules]
         votes: list[int] = [yes if name in trained else no for name in names]
-        if any(each.request.any_looks_up_nothing for each in inflight.groups):
+        if any(each.request.header.any_looks_up_nothing for each in inflight.groups):
             largest = torch.tensor(votes, device=self.taken.device)
             note_all_reduce(largest.nbytes, self.taken.pg.size())
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.taken.pg)
@@ -231,7 +232,7 @@ class Operations:
                 for number, name in enumerate(each.group.modules)
                 if not self._is_trained.get(name, True)
             }
-            if each.gradients.update(wave, untrained):
+            if update_rows(each.group.row_group, [each.gradients], wave, untrained):
                 each.rows.release()
 
     def _dense_step(self, inflight: InFlightBatch) -> None:

@@ -100,12 +100,6 @@ class PipelineOptions:
         """Joins outputs."""
         return self.join_outputs or join_outputs
 
-    @property
-    def own_functions(self) -> list[str]:
-        """The options that are functions of the user's, run beside the model's forward."""
-        names = ("split_batch", "join_outputs", "custom_model_fwd")
-        return [name for name in names if getattr(self, name) is not None]
-
 
 REFUSED_OPTIONS: Mapping[str, str] = {
     "apply_jit": (

@@ -66,8 +66,7 @@ class FirstLook:
 class PipelinedModel:
     """Replaces the forwards of the sharded modules; TorchRec's ``detach`` restores them.
 
-    TorchRec's tracer may examine the first batch. ``stream`` is the one on which ids are prepared.
-    CompatError if the model cannot be traced.
+    TorchRec's tracer may examine the first batch. CompatError if the model cannot be traced.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class PipelinedModel:
         batch: Any,
         context: TrainPipelineContext,
         *,
-        stream: torch.Stream | None,
+        id_stream: IdStream,
         device: torch.device,
         pipeline_postproc: bool,
     ) -> None:
@@ -89,7 +88,7 @@ class PipelinedModel:
                 rewrite_model(
                     model=model,
                     context=context,
-                    dist_stream=stream,
+                    dist_stream=id_stream.stream,
                     default_stream=torch.get_device_module(device).current_stream(),
                     batch=batch,
                     apply_jit=False,
@@ -101,10 +100,6 @@ class PipelinedModel:
         """Input dist forwards of the non-interleaved modules, before their splits were joined."""
         self.interleaved: dict[str, Any] = {}
         """Interleaved modules, whose exchange a schedule drives, by name."""
-        self.groups: Sequence[ModuleGroup] = ()
-        """The interleaved modules by common exchange; set by :meth:`join_exchanges`."""
-        self.look = FirstLook()
-        """Facts about the first batch; set with ``groups``."""
         self.plain: dict[str, Any] = {}
         """Non-interleaved modules, computed once per batch, by name."""
         self._why_plain: dict[str, str] = {}
@@ -120,13 +115,17 @@ class PipelinedModel:
                 self._why_plain[name] = why_computed_once(module)
         self._unpipelined = unpipelined_modules(self.inner, self.pipelined, changed)
         self.postprocs = Postprocs(self.postproc_modules)
+        self._id_stream = id_stream
+        self.look = FirstLook()
+        """Facts about the first batch; set by :meth:`look_at`."""
+        self.groups: Sequence[ModuleGroup] = ()
+        """The interleaved modules by common exchange; set by :meth:`look_at`."""
 
     def _take_apart(self, name: str, module: HotColdModule) -> None:
         """Splits a module: its hot/cold tables are interleaved, its stock tables are not."""
-        forward, stock_name = module.forward, f"{name} (stock tables)"
+        stock_name = f"{name} (stock tables)"
         hot_cold, stock = module.apart()
-        parts = [forward.for_part(hot_cold, name), forward.for_part(stock, stock_name)]
-        forward.put_together(parts, module.join)
+        module.forward.take_apart({name: hot_cold, stock_name: stock}, module.join)
         self.interleaved[name], self.plain[stock_name] = hot_cold, stock
         self._why_plain[stock_name] = why_computed_once(module)
 
@@ -138,7 +137,7 @@ class PipelinedModel:
     @property
     def num_waves(self) -> int:
         """The largest number of waves that the plan gives a group's packs."""
-        return max((group.num_waves for group in self.groups), default=1)
+        return max((len(group.row_group.plan.waves) for group in self.groups), default=1)
 
     @property
     def shares_rows(self) -> bool:
@@ -230,10 +229,20 @@ class PipelinedModel:
         for group in self.groups:
             group.row_group.apply_writes()
 
-    def look_at(self, batch: Any, context: TrainPipelineContext, id_stream: IdStream) -> FirstLook:
+    def look_at(
+        self, batch: Any, context: TrainPipelineContext, known: FirstLook | None = None
+    ) -> None:
+        """Groups the modules that can travel together, by the facts about the first batch.
+
+        Collective, unless the facts are known: those of the batches in flight.
+        """
+        self.look = known or self._collected(batch, context)
+        self.groups = group_modules(self.interleaved, self.look.weighted, self.look.odd)
+
+    def _collected(self, batch: Any, context: TrainPipelineContext) -> FirstLook:
         """Collects the facts about all ranks' first batches. Collective."""
-        with id_stream.working():
-            id_stream.take_batch(batch)
+        with self._id_stream.working():
+            self._id_stream.take_batch(batch)
             features_of, num_samples, odd = self._examined(batch, context)
             # one vector for one all-reduce: a flag per module (VBE), a flag per module (weights),
             # samples, and a flag for a batch without countable samples; the maximum joins each
@@ -259,11 +268,6 @@ class PipelinedModel:
                 f"and {SPLIT_ADVICE}"
             )
         return FirstLook(names, most_samples, weighted, why_whole)
-
-    def join_exchanges(self, look: FirstLook) -> None:
-        """Groups the modules that can travel together, by the facts about the first batch."""
-        self.look = look
-        self.groups = group_modules(self.interleaved, look.weighted, look.odd)
 
     def why_whole_batches(self) -> str | None:
         """Reason why batches cannot be split, as far as first batch and model show; or ``None``."""
@@ -313,7 +317,7 @@ class PipelinedModel:
                 f"{self._why_plain[name]}"
                 for name in self.plain
             ),
-            *(f"{name}: not pipelined: {reason}" for name, reason in self._unpipelined.items()),
+            *(f"{name}: not pipelined: {why}" for name, (why, _) in self._unpipelined.items()),
         ]
 
 
@@ -322,7 +326,8 @@ def _how(group: ModuleGroup, name: str) -> str:
     others = [other for other in group.modules if other != name]
     if others:
         return f" in one exchange with {', '.join(others)}"
-    return f" in {group.num_waves} waves" if group.row_group.is_staggered else ""
+    rows = group.row_group
+    return f" in {len(rows.plan.waves)} waves" if rows.is_staggered else ""
 
 
 def _dist_forwards(module: nn.Module) -> list[Callable[..., Any]]:

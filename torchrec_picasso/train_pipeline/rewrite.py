@@ -22,8 +22,8 @@ import copy
 import inspect
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ from torchrec_picasso._torchrec import (
     TrainPipelineContext,
     use_context_for_postprocs,
 )
-from torchrec_picasso.batches.split import reason_of, split_batch
-from torchrec_picasso.errors import CompatError, InputError
+from torchrec_picasso.batches.split import split_output
+from torchrec_picasso.errors import CompatError
 
 __all__ = [
     "InterleavedForward",
@@ -62,23 +62,23 @@ class InterleavedForward(PipelinedForward):
     """
 
     _taken: Callable[[], Any] | None = None
-    _parts: Sequence[InterleavedForward] = ()
-    _join: Callable[[Sequence[LazyAwaitable[Any]]], LazyAwaitable[Any]] | None = None
+    _joined: Callable[[], LazyAwaitable[Any]] | None = None
 
-    def for_part(self, module: Any, name: str) -> InterleavedForward:
-        """Copies this forward for a part of the module with the same input."""
-        part = copy.copy(self)
-        part._module, part._name = module, name
-        module.forward = part
-        return part
-
-    def put_together(
+    def take_apart(
         self,
-        parts: Sequence[InterleavedForward],
+        modules: Mapping[str, Any],
         join: Callable[[Sequence[LazyAwaitable[Any]]], LazyAwaitable[Any]],
     ) -> None:
-        """Makes later calls return the joined outputs of the parts."""
-        self._parts, self._join = parts, join
+        """Makes this the forward of modules that the module was split into, by name.
+
+        Calls of the module itself return their joined outputs.
+        """
+        parts = []
+        for name, module in modules.items():
+            module.forward = part = copy.copy(self)
+            part._module, part._name = module, name
+            parts.append(part)
+        self._joined = lambda: join([part() for part in parts])
 
     def take(self, output: Callable[[], Any]) -> None:
         """Makes the next call return the result of ``output``, which runs at that call."""
@@ -99,8 +99,8 @@ class InterleavedForward(PipelinedForward):
         Raises:
             CompatError: If the pipeline has set no output.
         """
-        if self._join is not None:
-            return self._join([part() for part in self._parts])
+        if self._joined is not None:
+            return self._joined()
         taken, self._taken = self._taken, None
         if taken is None:
             raise CompatError(
@@ -117,44 +117,28 @@ class Postprocs:
     def __init__(self, modules: Sequence[PipelinedPostproc]) -> None:
         self._modules = list(modules)
 
-    @contextmanager
-    def for_batch(self, context: TrainPipelineContext) -> Iterator[None]:
+    def for_batch(self, context: TrainPipelineContext) -> AbstractContextManager[None]:
         """In this context, postprocs run for a batch, or return their result for it."""
-        with use_context_for_postprocs(self._modules, context):
-            yield
+        found: AbstractContextManager[None] = use_context_for_postprocs(self._modules, context)
+        return found
 
-    @contextmanager
     def for_part(
         self,
         context: TrainPipelineContext,
         sizes: Sequence[int],
         part_of: Callable[[Sequence[Any]], Any],
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """In this context, postprocs return a micro-batch's part of their result for the batch.
 
         ``part_of`` makes it from the pieces of the result, which have these sizes.
         """
         if self._modules and len(sizes) > 1:
             part = TrainPipelineContext(index=context.index, version=context.version)
-            part.postproc_fwd_results = {
-                name: part_of(_split_result(result, sizes, name))
-                for name, result in context.postproc_fwd_results.items()
-            }
+            for name, result in context.postproc_fwd_results.items():
+                source = f"{name} is run ahead of the model (pipeline_postproc=True) and gives"
+                part.postproc_fwd_results[name] = part_of(split_output(result, sizes, source))
             context = part
-        with self.for_batch(context):
-            yield
-
-
-def _split_result(result: Any, sizes_K: Sequence[int], name: str) -> Sequence[Any]:
-    """Splits the result of one postproc; errors name it."""
-    try:
-        return split_batch(result, sizes_K)
-    except (CompatError, InputError) as error:
-        raise CompatError(
-            f"{name} is run ahead of the model (pipeline_postproc=True) and gives a "
-            f"{type(result).__name__}, which cannot be cut into micro-batches "
-            f"({reason_of(error)}); use num_micro_batches=1"
-        ) from error
+        return self.for_batch(context)
 
 
 _TRACER = torch.fx.Tracer.trace.__code__

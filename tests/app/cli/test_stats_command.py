@@ -141,7 +141,7 @@ REFUSALS: list[tuple[list[str], str]] = [
         ["CLICKS", "--features", "article,user", "--rows", "user=5", "--hash", *OUT],
         "--hash: expected --rows for every feature, none for article",
     ),
-    ([*CLICKS, "--hot-rows", "99"], "99 hot rows were requested for the tables"),
+    ([*CLICKS, "--hot-rows", "99"], "hot_rows is 99 for the tables"),
     (["CONFIG", "--features", "a", *OUT], "CONFIG: not readable as Parquet ("),
     (["DIR/none", "--config", "CRITEO", *OUT], "DIR/none: no such file; give a Criteo file"),
     (["CLICKS", "--config", "CRITEO", *OUT], "CLICKS: missing column c1, c2,"),

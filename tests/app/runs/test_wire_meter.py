@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives
 
 from tests.support.shared_run import run_once
-from torchrec_picasso.app.launch.loopback import loopback_sent_bytes
-from torchrec_picasso.app.runs.wire_meter import WireCount, WireMeter
+from torchrec_picasso.app.runs.wire_meter import WireCount, WireMeter, loopback_sent_bytes
 
 FLOAT_BYTES = 4
 N = 12  # elements of each test tensor

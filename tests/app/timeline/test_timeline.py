@@ -16,7 +16,8 @@ from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.timeline.timeline import DONE, WAITED_FOR, Timeline
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange.waiting import OP_RANGE, STEP_RANGE, WAIT_RANGE, named_range
-from torchrec_picasso.schedule.schedule import COLLECTIVES, Op, Setting, training_schedule
+from torchrec_picasso.schedule.kinds import KINDS
+from torchrec_picasso.schedule.schedule import Op, Setting, training_schedule
 from torchrec_picasso.train_pipeline import cuts
 
 JOB = Job(placement={"*": 2}, tables=PLAIN, batch_sizes=(64,), num_steps=8, waves={"a": 1})
@@ -73,7 +74,7 @@ def test_every_exchange_is_there_and_says_how_its_end_is_known() -> None:
     of_ddp = (Op("forward", 0, 0), Op("backward", 0, 0))  # which agrees on buckets, and sums them
     own = [op for op in found if op[1] not in of_ddp]
     assert len(own) == len(set(own))
-    posting = [op for op in SCHEDULE if op.kind in COLLECTIVES and op != Op("backward", 0, 1)]
+    posting = [op for op in SCHEDULE if KINDS[op.kind].sends and op != Op("backward", 0, 1)]
     sometimes = ("fetch_clean", "fetch_dirty", "read_hot")
     always = {op for op in posting if op.kind not in sometimes} | {Op("backward", 0, 0)}
     # there may be no clean rows, or no dirty ones in a chunk; replicas are rarely filled

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.fields.sequences import build_din
 from torchrec_picasso.app.config import DataConfig
 from torchrec_picasso.app.zoo.click_model import ClickModel
 from torchrec_picasso.app.zoo.data.click_log import generate_log, samples_of_log
 from torchrec_picasso.app.zoo.data.clicks import Clicks, history_of
 from torchrec_picasso.app.zoo.data.co_action_teacher import co_action_logits, with_co_action_labels
 from torchrec_picasso.app.zoo.data.history import History
-from torchrec_picasso.app.zoo.din import build_din
 from torchrec_picasso.app.zoo.registry import make_source
 from torchrec_picasso.errors import InputError
 

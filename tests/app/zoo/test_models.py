@@ -230,7 +230,7 @@ def test_groups_of_one_column_have_a_table_each_or_share_it() -> None:
         group("wide", ("item",), 4),
     ]
     made = FeatureGroups(groups, NUM_ROWS)
-    assert [(table.name, table.dim, table.features) for table in tables_of(made)] == [
+    assert [(t.name, t.embedding_dim, tuple(t.feature_names)) for t in tables_of(made)] == [
         ("t_item", 8, ("item", "item_history")),
         ("t_item_wide", 4, ("item",)),
     ]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from torchrec_picasso.errors import PicassoError
 
@@ -89,6 +91,19 @@ def refuse_used_folder(folder: str | Path) -> None:
             f"{folder}: holds checkpoints already (newest {max(used)}); pass --resume to continue "
             "that run, or set checkpoint.folder to another folder"
         )
+
+
+def last_line(error: BaseException) -> str:
+    """Returns the last line of torch's error for a checkpoint, which has the reason."""
+    return (str(error).strip().splitlines() or [repr(error)])[-1]
+
+
+def write_synced(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Writes a file by a function of the opened file, and flushes it to disk."""
+    with path.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

@@ -6,15 +6,16 @@ They are not part of the checkpoint's state: any plan loads that without them.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torchrec.distributed.types import ShardingPlan
 
+from torchrec_picasso.app.checkpoints.folder import write_synced
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.rows.hot_rows import SavedUses
@@ -25,13 +26,15 @@ _HOT_ROWS, _USES = "hot_rows.pt", "uses.pt"
 def write_hot_rows(checkpoint: Path, hot_rows: Mapping[str, Tensor]) -> None:
     """Writes the hot rows of each table into the folder of a checkpoint. One rank calls this."""
     if hot_rows:
-        _write(checkpoint / _HOT_ROWS, {name: rows.cpu() for name, rows in hot_rows.items()})
+        document = {name: rows.cpu() for name, rows in hot_rows.items()}
+        write_synced(checkpoint / _HOT_ROWS, partial(torch.save, document))
 
 
 def write_uses(checkpoint: Path, saved: SavedUses) -> None:
     """Writes access counts into the folder of a checkpoint. One rank calls this."""
     tables = {name: list(rows_and_uses) for name, rows_and_uses in saved.uses_by_table.items()}
-    _write(checkpoint / _USES, {"batches": float(saved.num_batches), "tables": tables})
+    document = {"batches": float(saved.num_batches), "tables": tables}
+    write_synced(checkpoint / _USES, partial(torch.save, document))
 
 
 def read_hot_rows(checkpoint: Path) -> dict[str, Tensor] | None:
@@ -123,13 +126,6 @@ def _are_uses(rows_and_uses: object, most_rows: int) -> bool:
     if uses.dtype != torch.float32 or uses.layout != torch.strided or uses.shape != rows.shape:
         return False
     return bool((uses.isfinite() & (uses >= 0)).all())
-
-
-def _write(path: Path, document: dict[str, object]) -> None:
-    with path.open("wb") as file:
-        torch.save(document, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _read(path: Path) -> object:

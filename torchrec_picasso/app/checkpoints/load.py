@@ -13,7 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from torchrec_picasso.app.checkpoints.folder import DAMAGED_SUFFIX, newest_checkpoint, sync_folder
+from torchrec_picasso.app.checkpoints.folder import (
+    DAMAGED_SUFFIX,
+    last_line,
+    newest_checkpoint,
+    sync_folder,
+)
 from torchrec_picasso.app.checkpoints.safe_reader import load_safely
 from torchrec_picasso.app.checkpoints.sums import damages
 from torchrec_picasso.errors import PicassoError
@@ -90,7 +95,7 @@ def load_checkpoint(
     try:
         load_safely(path, filled)
     except (Exception, dcp.CheckpointException) as error:  # a damaged file raises nearly anything
-        reason = (str(error).strip().splitlines() or [repr(error)])[-1]
+        reason = last_line(error)
         raise PicassoError(
             f"{path}: cannot be loaded into this model ({reason}); {_advice(reason)}"
         ) from error

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchrec_picasso.app.checkpoints.folder import (
     UNFINISHED_SUFFIX,
     holds_checkpoint,
+    last_line,
     newest_checkpoint,
 )
 from torchrec_picasso.app.checkpoints.safe_reader import SafeReader, load_safely
@@ -58,8 +59,9 @@ def read_plain(path: Path) -> dict[str, Tensor]:
         }
         load_safely(path, {_MODEL.rstrip("."): plain}, no_dist=True)
     except (Exception, dcp.CheckpointException) as error:  # a damaged file raises nearly anything
-        reason = (str(error).strip().splitlines() or [repr(error)])[-1]
-        raise PicassoError(f"{path}: cannot be read ({reason}); name another checkpoint") from error
+        raise PicassoError(
+            f"{path}: cannot be read ({last_line(error)}); name another checkpoint"
+        ) from error
     return plain
 
 

@@ -6,10 +6,10 @@ It is valid for one number of ranks and one batch size.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
+from torchrec_picasso.app.checkpoints.folder import write_synced
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.schedule.schedule import Setting
 
@@ -18,10 +18,9 @@ _NAME = "setting.json"
 
 def write_setting(checkpoint: Path, setting: Setting, ranks: int, batch_size: int) -> None:
     """Writes the setting into the folder of a checkpoint. One rank calls this."""
-    with (checkpoint / _NAME).open("w", encoding="utf-8") as file:
-        json.dump({**asdict(setting), "ranks": ranks, "batch_size": batch_size}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    document = {**asdict(setting), "ranks": ranks, "batch_size": batch_size}
+    content = json.dumps(document).encode()
+    write_synced(checkpoint / _NAME, lambda file: file.write(content))
 
 
 def read_setting(checkpoint: Path, ranks: int, batch_size: int) -> Setting | None:

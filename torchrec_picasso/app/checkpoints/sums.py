@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from torchrec_picasso.app.checkpoints.folder import write_synced
 
 _NAME = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\0]+)")
@@ -33,10 +34,8 @@ def _writer_of(name: str) -> int:
 
 def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
     """Writes the checksums of all ranks. One rank calls this."""
-    with (folder / _NAME).open("w", encoding="utf-8") as file:
-        file.writelines(f"{sums[name]}  {name}\n" for name in sorted(sums))
-        file.flush()
-        os.fsync(file.fileno())
+    content = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)).encode()
+    write_synced(folder / _NAME, lambda file: file.write(content))
 
 
 def damages(folder: Path, share: int = 0, shares: int = 1) -> list[str]:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torchrec_picasso.app.checkpoints.folder import (
     UNFINISHED_SUFFIX,
     folder_of_step,
+    last_line,
     sync_folder,
     whole_name,
 )
@@ -151,10 +152,9 @@ def complete_checkpoint(
 
 
 def _unwritten(unfinished: Path, error: BaseException) -> str:
-    reason = (str(error).strip().splitlines() or [repr(error)])[-1]
     return (
-        f"{unfinished}: could not be written ({reason}); mend that and continue with --resume from "
-        "the checkpoint before"
+        f"{unfinished}: could not be written ({last_line(error)}); mend that and continue with "
+        "--resume from the checkpoint before"
     )
 
 

@@ -68,11 +68,12 @@ def new_picture(width: float = 6.5, height: float = 4.2) -> tuple[Any, Any]:
     return figure, figure.subplots()
 
 
-def save_picture(figure: Any, axes: Any, path: str | Path) -> None:
+def save_picture(figure: Any, path: str | Path) -> None:
     """Applies the style and writes a picture; the suffix determines the format."""
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
+    for axes in figure.axes:
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
     figure.savefig(path, dpi=150)

@@ -147,4 +147,4 @@ def _draw(summary: dict[str, Any], path: str) -> None:
     colors = [_OURS if name == "taken" else _STOCK for name in steps_ms]
     axes.bar(list(steps_ms), list(steps_ms.values()), color=colors)
     axes.set(ylabel="predicted step, ms", title="Plans that were priced")
-    save_picture(figure, axes, path)
+    save_picture(figure, path)

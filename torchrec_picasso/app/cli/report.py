@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrec_picasso.app.cli.outputs import print_table, write_result
+from torchrec_picasso.app.cli.outputs import print_table, save_picture, write_result
 from torchrec_picasso.app.config import TrainConfig
 from torchrec_picasso.app.runs.compare import CompareSpec, SideResult
 
@@ -152,7 +152,6 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
         title="Training loss, largest relative difference "
         f"{comparison.max_relative_loss_difference:.0e}",
     )
-    left.legend(frameon=False)
     sides = [(f"stock\n{stock.placement}", stock, _STOCK_COLOR), ("hot_cold", ours, _OURS_COLOR)]
     bars = right.bar(
         [name for name, _, _ in sides],
@@ -166,8 +165,4 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
         ylabel="MB sent per rank and step",
         title=f"{change(_megabytes(stock), _megabytes(ours), 'fewer', 'more')} bytes",
     )
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.25)
-        axes.set_axisbelow(True)
-    figure.savefig(path, dpi=150)
+    save_picture(figure, path)

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import nn
 from torchrec.datasets.utils import Batch
 
 from torchrec_picasso.app.cli.outputs import (
@@ -27,12 +30,7 @@ from torchrec_picasso.app.zoo.registry import build_model, make_source
 from torchrec_picasso.app.zoo.tables import table_specs
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, select_hot_rows
-from torchrec_picasso.frequency.collect import (
-    CHUNK_ROWS,
-    count_lookups,
-    model_tables,
-    num_samples_of,
-)
+from torchrec_picasso.frequency.collect import model_tables
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,12 +49,14 @@ def run(args: argparse.Namespace) -> None:
     if config is None:
         stats = _count_parquet(args, args.files, _tables_of(args), hash_ids=args.hash)
     else:
-        tables = model_tables(build_model(config, make_source(config.data, config.seed)))
+        model = build_model(config, make_source(config.data, config.seed))
         files = args.files or ([config.data.path] if config.data.path is not None else [])
         if files and config.data.kind == "criteo" and all(map(is_parquet, files)):
-            stats = _count_parquet(args, files, tables, hash_ids=True, missing_id=MISSING_ID)
+            stats = _count_parquet(
+                args, files, model_tables(model), hash_ids=True, missing_id=MISSING_ID
+            )
         else:
-            stats = _count_batches(args, files, config, tables)
+            stats = _count_batches(args, files, config, model)
     stats.to_parquet(args.out)  # before anything else can fail
     _print_tables(stats.summary(batch_size), batch_size)
     if args.hot_rows:
@@ -125,25 +125,33 @@ def _count_parquet(
         raise ConfigError(
             f"--hash: expected --rows for every feature, none for {', '.join(unknown)}"
         )
-    num_chunks = sum(-(-num_samples_of(file) // CHUNK_ROWS) for file in files)
-    progress = Progress("count", num_chunks)
+    progress = Progress("count", sum(map(_num_samples, files)))
     stats = FrequencyStats.from_files(
         files,
         tables,
         hash_ids=hash_ids,
         missing_id=missing_id,
         max_rows_counted=args.max_rows_counted,
-        progress=lambda _: progress.advance(),
+        progress=progress.advance,
     )
     progress.close()
     return stats
+
+
+def _num_samples(file: str) -> int:
+    """Reads the number of samples; 0 if the file is unreadable, which the counting refuses."""
+    try:
+        num_samples: int = pq.read_metadata(file).num_rows
+    except (pa.ArrowException, OSError):
+        return 0
+    return num_samples
 
 
 def _count_batches(
     args: argparse.Namespace,
     files: list[str],
     config: TrainConfig,
-    tables: list[ModelTable],
+    model: nn.Module,
 ) -> FrequencyStats:
     """Counts batches: of Criteo's text, clicks with histories, or generated data."""
     batches: Iterator[Batch]
@@ -162,11 +170,9 @@ def _count_batches(
             yield batch
             progress.advance()
 
-    counts, num_batches, num_samples = count_lookups(counted(), tables, None, args.max_rows_counted)
+    stats = FrequencyStats.collect(counted(), model, max_rows_counted=args.max_rows_counted)
     progress.close()
-    return FrequencyStats(
-        tables=counts, num_batches=0 if is_text else num_batches, num_samples=num_samples
-    )
+    return replace(stats, num_batches=0) if is_text else stats
 
 
 def _text_batches(file: str, data: DataConfig) -> Iterator[Batch]:
@@ -211,7 +217,7 @@ def _print_hot_set(stats: FrequencyStats, num_hot: int, batch_size: int) -> None
     hot = select_hot_rows(rows, num_hot, stats)
     served = total = cold = 0.0
     for name, counts in stats.tables.items():
-        spectrum, num_hot_here = counts.spectrum(), hot[name].numel()
+        spectrum, num_hot_here = counts.spectrum, hot[name].numel()
         served += spectrum.coverage(num_hot_here) * counts.num_lookups
         total += counts.num_lookups
         per_sample = counts.num_lookups / stats.num_samples if stats.num_samples else 0.0
@@ -227,13 +233,15 @@ def _draw_coverage(stats: FrequencyStats, path: Path) -> None:
     from matplotlib import colormaps  # slow to import
 
     figure, axes = new_picture(7.5, 4.8)
-    spectra = {name: counts.spectrum() for name, counts in stats.tables.items()}
+    spectra = {name: counts.spectrum for name, counts in stats.tables.items()}
     spectra = {name: spectrum for name, spectrum in spectra.items() if spectrum.num_lookups}
     for index, (name, spectrum) in enumerate(spectra.items()):
         rows_K, share_K = spectrum.coverage_curve()
         label = name if len(spectra) <= _MOST_LABELS else None
         color = colormaps["viridis"](0.95 * index / max(1, len(spectra) - 1))
-        axes.plot(rows_K / spectrum.num_embeddings, share_K, label=label, color=color)
+        # without 0 rows, which a logarithmic axis lacks
+        share_of_rows_K = rows_K[1:] / spectrum.num_embeddings
+        axes.plot(share_of_rows_K, share_K[1:], label=label, color=color)
     axes.set(
         xscale="log",
         xlabel="share of the table's rows, most frequent first",
@@ -241,4 +249,4 @@ def _draw_coverage(stats: FrequencyStats, path: Path) -> None:
         ylim=(0, 1.02),
         title="Coverage",
     )
-    save_picture(figure, axes, path)
+    save_picture(figure, path)

@@ -24,12 +24,11 @@ from torch import Tensor
 from torchrec.datasets.utils import Batch
 
 from torchrec_picasso.app.config import PipelineConfig, TrainConfig
-from torchrec_picasso.app.launch.loopback import loopback_sent_bytes
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.runs.placements import STOCK_PLACEMENTS, Placement
 from torchrec_picasso.app.runs.trainer import Trainer
-from torchrec_picasso.app.runs.wire_meter import WireCount, WireMeter
+from torchrec_picasso.app.runs.wire_meter import WireCount, WireMeter, loopback_sent_bytes
 from torchrec_picasso.app.zoo.data.source import BatchSource
 from torchrec_picasso.app.zoo.registry import make_source
 from torchrec_picasso.schedule.schedule import Setting

@@ -131,7 +131,7 @@ def _stock_constraints(
         table.name: ParameterConstraints(
             sharding_types=_trainable(kinds, table.num_embeddings, world_size),
             compute_kernels=["fused"],
-            min_partition=_column_width(table.dim, world_size),
+            min_partition=_column_width(table.embedding_dim, world_size),
         )
         for table in tables_of(model)
     }

@@ -13,6 +13,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipeline
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -24,7 +25,7 @@ from torchrec_picasso.app.runs.placements import Placement, make_placement
 from torchrec_picasso.app.zoo.data.source import BatchSource
 from torchrec_picasso.app.zoo.initial_tables import write_initial_tables
 from torchrec_picasso.app.zoo.registry import build_model
-from torchrec_picasso.app.zoo.tables import collections_of, tables_of
+from torchrec_picasso.app.zoo.tables import tables_of
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
@@ -210,7 +211,8 @@ def _fuse_table_optimizer(model: nn.Module, optimizer: OptimizerConfig) -> None:
     settings = {"lr": optimizer.embedding_lr}
     if optimizer.embedding_optimizer != "sgd":
         settings["eps"] = optimizer.embedding_eps
-    for _, module in collections_of(model):
-        apply_optimizer_in_backward(
-            kinds[optimizer.embedding_optimizer], module.parameters(), settings
-        )
+    for module in model.modules():
+        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
+            apply_optimizer_in_backward(
+                kinds[optimizer.embedding_optimizer], module.parameters(), settings
+            )

@@ -1,4 +1,4 @@
-"""Counts the collectives and bytes of this rank, of any sharding type.
+"""Counts the collectives and bytes of this rank, of any sharding type, and the kernel's bytes.
 
 The meter intercepts the ``c10d`` operators of the PyTorch dispatcher, which Python calls, autograd
 and DDP's C++ reducer all use. It intercepts every tensor operation on the way, which costs time, so
@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["WireCount", "WireMeter"]
+__all__ = ["WireCount", "WireMeter", "loopback_sent_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,3 +157,17 @@ _SHARES: dict[str, tuple[str, Callable[[int, int, bool], int]]] = {
 
 _KNOWN = {"alltoall_base_", "alltoall_", *_SHARES}
 _NO_DATA = {"barrier", "monitored_barrier_", "check_for_nan", "recv_", "recv_any_source_"}
+
+_COUNTERS = Path("/proc/net/dev")
+_SENT_BYTES_FIELD = 8  # after the colon: 8 receive fields, then bytes sent
+
+
+def loopback_sent_bytes() -> int | None:
+    """Bytes sent over ``lo`` in this network namespace, headers included; ``None`` if unknown."""
+    if not _COUNTERS.is_file():
+        return None
+    for line in _COUNTERS.read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[_SENT_BYTES_FIELD])
+    return None

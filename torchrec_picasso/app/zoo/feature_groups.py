@@ -16,11 +16,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.app.zoo.tables import Table
+from torchrec_picasso.app.config.schema import FEATURE_KINDS
 from torchrec_picasso.errors import ConfigError
 
-ONE_HOT, BAG, SEQUENCE = KINDS = ("one_hot", "bag", "sequence")
-"""One id per sample; any number of ids, sum-pooled; any number of ids, a row each."""
+ONE_HOT, BAG, SEQUENCE = FEATURE_KINDS
 
 Found = dict[str, list[Any]]
 """Per group, one value per column: a tensor ``(B, D)``, for sequences a JaggedTensor of B lists."""
@@ -34,7 +33,7 @@ class FeatureGroup:
         name: Name of the group.
         columns: Features of the batch.
         dims: Columns of each feature's table.
-        kind: One of :data:`KINDS`.
+        kind: One of :data:`.FEATURE_KINDS`.
         max_length: Longest list of a sample; the data's reader truncates longer ones.
         tables_of: Group whose tables these columns read, in order; ``None`` = tables of their own.
     """
@@ -53,7 +52,7 @@ class Reads:
 
     Args:
         role: Role of the columns, see :class:`torchrec_picasso.app.zoo.data.source.BatchSource`.
-        kind: One of :data:`KINDS`.
+        kind: One of :data:`.FEATURE_KINDS`.
         tables_of: Group whose tables it reads; ``None`` = tables of its own.
         dim: Columns of each table; ``None`` = as configured.
     """
@@ -80,22 +79,23 @@ class FeatureGroups(nn.Module):
         super().__init__()
         self.groups = {group.name: group for group in groups}
         self._check()
-        all_tables: list[Table] = []
+        taken: set[str] = set()  # names of tables
         self.collections = nn.ModuleDict()
         self._key_of_column: dict[tuple[str, int], str] = {}
         self._sequence_keys: set[str] = set()
         for owner in (group for group in groups if group.tables_of is None):
             readers = [group for group in groups if owner.name in (group.name, group.tables_of)]
-            tables = _tables_of(owner, readers, num_rows, {table.name for table in all_tables})
-            all_tables += tables
             is_sequence = any(group.kind == SEQUENCE for group in readers)
-            tables_by_key: dict[str, list[Table]] = {}
+            tables = _tables_of(owner, readers, num_rows, taken, is_sequence)
+            taken |= {table.name for table in tables}
+            tables_by_key: dict[str, list[Any]] = {}
             for index, table in enumerate(tables):
-                key = f"{owner.name}_{table.dim}" if is_sequence else owner.name
+                key = f"{owner.name}_{table.embedding_dim}" if is_sequence else owner.name
                 tables_by_key.setdefault(key, []).append(table)
                 self._key_of_column |= {(group.name, index): key for group in readers}
+            collection = EmbeddingCollection if is_sequence else EmbeddingBagCollection
             for key, some_tables in tables_by_key.items():
-                self.collections[key] = _collection(some_tables, is_sequence)
+                self.collections[key] = collection(tables=some_tables, device=torch.device("meta"))
                 if is_sequence:
                     self._sequence_keys.add(key)
 
@@ -150,34 +150,19 @@ def _tables_of(
     readers: Sequence[FeatureGroup],
     num_rows: Mapping[str, int],
     taken: Collection[str],
-) -> list[Table]:
+    is_sequence: bool,
+) -> list[EmbeddingBagConfig] | list[EmbeddingConfig]:
+    config = EmbeddingConfig if is_sequence else EmbeddingBagConfig
     tables = []
     for index, (column, dim) in enumerate(zip(owner.columns, owner.dims)):
         name = f"t_{column}"
         features = tuple(dict.fromkeys(group.columns[index] for group in readers))
         tables.append(
-            Table(
+            config(
                 name=f"{name}_{owner.name}" if name in taken else name,
                 num_embeddings=max(num_rows[feature] for feature in features),
-                dim=dim,
-                features=features,
+                embedding_dim=dim,
+                feature_names=list(features),
             )
         )
     return tables
-
-
-def _collection(
-    tables: Sequence[Table], is_sequence: bool
-) -> EmbeddingBagCollection | EmbeddingCollection:
-    config = EmbeddingConfig if is_sequence else EmbeddingBagConfig
-    configs = [
-        config(
-            name=table.name,
-            num_embeddings=table.num_embeddings,
-            embedding_dim=table.dim,
-            feature_names=list(table.features),
-        )
-        for table in tables
-    ]
-    collection = EmbeddingCollection if is_sequence else EmbeddingBagCollection
-    return collection(tables=configs, device=torch.device("meta"))

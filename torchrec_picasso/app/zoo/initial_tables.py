@@ -13,13 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torchrec.distributed.types import ShardedTensor
-
-from torchrec_picasso.app.zoo.tables import Table
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 _TABLE_KEY = re.compile(r"\.(embedding_bags|embeddings)\.")
 
 
-def write_initial_tables(sharded: nn.Module, tables: Sequence[Table], seed: int) -> None:
+def write_initial_tables(
+    sharded: nn.Module, tables: Sequence[BaseEmbeddingConfig], seed: int
+) -> None:
     """Initialises tables uniformly in +-1/sqrt(rows), as TorchRec does. Holds one table at a time.
 
     Args:
@@ -35,7 +36,7 @@ def write_initial_tables(sharded: nn.Module, tables: Sequence[Table], seed: int)
     for index, table in enumerate(tables):
         generator = torch.Generator().manual_seed(seed * 100_003 + index)
         bound = 1.0 / math.sqrt(table.num_embeddings)
-        rows = torch.empty(table.num_embeddings, table.dim)
+        rows = torch.empty(table.num_embeddings, table.embedding_dim)
         rows.uniform_(-bound, bound, generator=generator)
         value = state[keys[table.name]]
         if not isinstance(value, ShardedTensor):

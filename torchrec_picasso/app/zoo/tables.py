@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_picasso.app.config import DataConfig
+from torchrec_picasso.frequency.collect import table_configs
 
 NUM_DENSE = 13
 """Dense features of a Criteo sample."""
@@ -38,51 +37,9 @@ CARDINALITIES: dict[str, tuple[int, ...]] = {
 # fmt: on
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """A table of a model.
-
-    Args:
-        name: ``t_<column>``; ``t_<column>_<group>`` where another group of columns has that.
-        num_embeddings: Rows.
-        dim: Columns.
-        features: Features that read it.
-    """
-
-    name: str
-    num_embeddings: int
-    dim: int
-    features: tuple[str, ...]
-
-
-def tables_of(model: nn.Module) -> list[Table]:
+def tables_of(model: nn.Module) -> list[BaseEmbeddingConfig]:
     """The tables of all embedding collections of an unsharded model, module by module."""
-    return [
-        Table(
-            name=config.name,
-            num_embeddings=config.num_embeddings,
-            dim=config.embedding_dim,
-            features=tuple(config.feature_names),
-        )
-        for _, module in collections_of(model)
-        for config in _configs(module)
-    ]
-
-
-def collections_of(
-    model: nn.Module,
-) -> Iterator[tuple[str, EmbeddingBagCollection | EmbeddingCollection]]:
-    """The embedding collections of an unsharded model, with their paths."""
-    for path, module in model.named_modules():
-        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
-            yield path, module
-
-
-def _configs(
-    module: EmbeddingBagCollection | EmbeddingCollection,
-) -> Sequence[EmbeddingBagConfig | EmbeddingConfig]:
-    is_pooled = isinstance(module, EmbeddingBagCollection)
-    return module.embedding_bag_configs() if is_pooled else module.embedding_configs()
+    return [config for _, config in table_configs(model)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,14 +19,15 @@ import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
+from torchrec_picasso.app.config.schema import NUM_CRITEO_TABLES
 from torchrec_picasso.app.zoo.tables import NUM_DENSE
-from torchrec_picasso.errors import PicassoError
+from torchrec_picasso.errors import PicassoError, first_line
 
 MISSING_ID = -1
 """Id of a missing categorical value."""
 
 DENSE_COLUMNS = tuple(f"i{index + 1}" for index in range(NUM_DENSE))
-ID_COLUMNS = tuple(f"c{index + 1}" for index in range(26))
+ID_COLUMNS = tuple(f"c{index + 1}" for index in range(NUM_CRITEO_TABLES))
 _COLUMNS = ("label", *DENSE_COLUMNS, *ID_COLUMNS)
 
 _ROWS_PER_CHUNK = 65_536
@@ -106,14 +107,14 @@ def _read_parquet(path: Path) -> Iterator[SampleChunk]:
     try:
         file = pa.parquet.ParquetFile(path)
     except (pa.ArrowInvalid, OSError) as error:
-        raise PicassoError(f"{path}: damaged Parquet file ({_first_line(error)})") from error
+        raise PicassoError(f"{path}: damaged Parquet file ({first_line(error)})") from error
     with file:
         _check_columns(file.schema_arrow, path)
         try:
             for batch in file.iter_batches(_ROWS_PER_CHUNK, columns=list(_COLUMNS)):
                 yield _to_chunk(batch, [_int_ids(batch.column(name)) for name in ID_COLUMNS])
         except (pa.ArrowInvalid, OSError) as error:
-            raise PicassoError(f"{path}: damaged Parquet file ({_first_line(error)})") from error
+            raise PicassoError(f"{path}: damaged Parquet file ({first_line(error)})") from error
 
 
 def _check_columns(schema: pa.Schema, path: Path) -> None:
@@ -184,7 +185,7 @@ def _explain_text_error(path: Path, error: pa.ArrowInvalid, bad_lines: list[Any]
         column = _COLUMNS[int(found.group(1))]
         line_text = f"line {found.group(2)}, " if found.group(2) else ""
         return f"{path}: {line_text}column {column}: {found.group(3)!r} is no integer; {expected}"
-    return f"{path}: not readable as text ({_first_line(error)}); {expected}"
+    return f"{path}: not readable as text ({first_line(error)}); {expected}"
 
 
 def _to_chunk(batch: pa.RecordBatch, ids: list[NDArray[np.int64]]) -> SampleChunk:
@@ -238,7 +239,3 @@ def _check_labels(labels_N: NDArray[np.float32], path: Path, num_samples_before:
             f"{path}: sample {num_samples_before + first + 1}, column label: expected 0 or 1, got "
             f"{labels_N[first]:g}"
         )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
