@@ -103,7 +103,7 @@ def _count_one(rank: int, world_size: int, job: Job, driver: Driver) -> list[dic
 
 
 def test_two_micro_batches_of_bags_exchange_by_wave() -> None:
-    """An agreement, a header and ids; bags and their gradients for two chunks of three waves, one a dim."""
+    """Agreement, header, ids; bags and their gradients for two chunks of three waves, one a dim."""
     job = dataclasses.replace(_job(NUM_TABLES[1]), placement={"*": "bags"})
     for steps in run_ranks(_count_one, WORLD_SIZE, job, (2, True), timeout_s=100):
         assert [step["all_to_all"] for step in steps] == [3 + 2 * 2 * 3] * NUM_COUNTED

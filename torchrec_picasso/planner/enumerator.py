@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder
 
@@ -85,11 +86,14 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self._tables = self._table_infos(options_by_path)
         check_request(options_by_path, self._tables, self._hot_rows, [*self.sharder_map.values()])
         placements: dict[TablePath, HotColdParams | None] = {}
+        stock_types: dict[TablePath, str | None] = {}
         blocks: dict[TablePath, tuple[int, ...]] = {}
         if self._tables:
             decision = self.decision = self._decide(options_by_path, dense_bytes_of(module))
             paths = list(self._tables)
             placements = dict(zip(paths, decision.placements))
+            if self.only_decided and self._has_prices:
+                stock_types = dict(zip(paths, decision.stock_types))
             blocks = {paths[position]: rows_W for position, rows_W in decision.block_rows.items()}
         space: list[ShardingOption] = []
         for key, options in options_by_path.items():
@@ -100,12 +104,13 @@ class HotColdEnumerator(EmbeddingEnumerator):
                 hot_options.cut_home_blocks(options, blocks.get(key))
             elif key in self._tables and not isinstance(self._hot_rows, Mapping):
                 # without types that train another model
-                kept = self._tables[key].stock_types
+                decided = stock_types.get(key)
+                kept = (decided,) if decided is not None else self._tables[key].stock_types
                 options = [option for option in options if option.sharding_type in kept] or options
             space.extend(options)
         self.populate_estimates(space)
-        if self.only_decided:
-            space = self._decided_options(space)
+        if self.only_decided:  # by TorchRec's rating, where several kernels or types are left
+            space = [min(options, key=_slowest_ms) for options in by_table(space).values()]
         self._last_stored_search_space = copy.deepcopy(space)
         return space
 
@@ -123,21 +128,6 @@ class HotColdEnumerator(EmbeddingEnumerator):
             # the prices of the cost model replace TorchRec's estimates of times
             added = dict(zip(self._tables, decision.stock_costs))
             hot_options.price_options(sharding_options, added, decision.world_size)
-
-    def _decided_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
-        """Selects one option per table: the decided one, or the one with TorchRec's best rating."""
-        stock_types: dict[TablePath, str | None] = {}
-        decision = self.decision
-        if decision is not None and self._has_prices and not isinstance(self._hot_rows, Mapping):
-            stock_types = dict(zip(self._tables, decision.stock_types))
-
-        def rank(option: ShardingOption) -> tuple[bool, float]:
-            # a hot/cold table has only hot/cold options; among several kernels, the fastest
-            key = option.path, option.name
-            slowest_ms = max(shard.perf.total if shard.perf else 0.0 for shard in option.shards)
-            return key in self._tables and option.sharding_type != stock_types.get(key), slowest_ms
-
-        return [min(options, key=rank) for options in by_table(space).values()]
 
     def _list_options(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
@@ -165,7 +155,10 @@ class HotColdEnumerator(EmbeddingEnumerator):
         budget_bytes = float("inf")
         if self._hot_rows is None:  # the cost model chooses: memory that is free for replicas
             all_options = list(options_by_path.values())
-            super().populate_estimates([o for options in all_options for o in options])
+            for estimator in self._estimators:
+                if isinstance(estimator, EmbeddingStorageEstimator):
+                    options = [option for options in all_options for option in options]
+                    estimator.estimate(options, self.sharder_map)
             budget_bytes = hot_options.replica_budget_bytes(all_options, self._topology)
         return decide(
             list(self._tables.values()),
@@ -197,3 +190,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
                     constrained_types=constraint.sharding_types if constraint else None,
                 )
         return found
+
+
+def _slowest_ms(option: ShardingOption) -> float:
+    return max(shard.perf.total if shard.perf else 0.0 for shard in option.shards)

@@ -163,7 +163,7 @@ class RowRequest:
         requests = zip(self.routes, before.routes)
         payloads = [p for request, earlier in requests for p in request.dirty_mask(earlier)]
         if payloads:
-            self._dirty_mask = PackedAllToAll(self._group.ranks, payloads, self._header.most_rows)
+            self._dirty_mask = PackedAllToAll(self._group.ranks, payloads, self.header.most_rows)
 
     def lay_out(self) -> RowLayout:
         """Builds the layout; waits for the dirty mask. Without a mask, all rows are dirty."""
@@ -181,7 +181,7 @@ class RowRequest:
             features_by_module=self._features_by_module,
             sizes_K=self._sizes_K,
             hot_epoch=self._hot_epoch,
-            most_rows=self._header.most_rows,
+            most_rows=self.header.most_rows,
             packs=packs,
             rows_M=[sum(pack.num_rows for pack in packs[matrix]) for matrix in matrices],
             pooling_KM=pooling_KM,
