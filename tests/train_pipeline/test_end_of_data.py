@@ -11,6 +11,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from tests.sharding.jobs import ODD, PLAIN, Job, build, result_of
 from tests.support.shared_run import run_once
+from tests.train_pipeline.drivers import make_driver
 from tests.train_pipeline.runs import (
     Run,
     batches_of,
@@ -158,20 +159,27 @@ def test_ranks_stop_together_where_not_all_batches_are_executed() -> None:
     compare_runs(by_rank, "interleaved", "plain")
 
 
-def _reductions_per_step(rank: int, world_size: int) -> dict[str, int]:
+def _exchanges_per_step(rank: int, world_size: int) -> dict[str, int]:
     counts = {}
-    for name, execute_all in (("hot_cold", True), ("stock", True), ("hot_cold", False)):
-        job = JOBS[name]
-        pipeline = pipeline_of(build(job, rank, world_size), execute_all_batches=execute_all)
-        batches = iter(batches_of(job, rank, range(5)))
+    for name, execute_all, is_ours in (
+        *(("hot_cold", True, True), ("hot_cold stops", False, True)),
+        *(("stock", True, True), ("stock by TorchRec", True, False)),
+    ):
+        job = JOBS[name.split()[0]]
+        model, batches = build(job, rank, world_size), iter(batches_of(job, rank, range(5)))
+        pipeline = (
+            pipeline_of(model, execute_all_batches=execute_all)
+            if is_ours
+            else make_driver(None, model)
+        )
         pipeline.progress(batches)
         with WireMeter() as meter:
             pipeline.progress(batches)
-        counts[name if execute_all else "stop"] = meter.count.calls_by_kind["allreduce_"]
+        counts[name] = meter.count.num_collectives
     return counts
 
 
-def test_knowing_of_the_end_costs_no_collective_of_its_own() -> None:
-    for counts in run_ranks(_reductions_per_step, 2, timeout_s=60):
-        # of what was written, hot rows and dense gradients; the question in place of hot rows; all
-        assert counts == {"hot_cold": 3, "stock": 3, "stop": 4}
+def test_knowing_of_the_end_costs_no_exchange_beside_hot_cold_tables() -> None:
+    for counts in run_ranks(_exchanges_per_step, 2, timeout_s=60):
+        assert counts["hot_cold stops"] == counts["hot_cold"] + 1
+        assert counts["stock"] == counts["stock by TorchRec"] + 1

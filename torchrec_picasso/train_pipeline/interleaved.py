@@ -7,7 +7,8 @@ loop: every row is updated once per batch, from the sum of its gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from torchrec_picasso.train_pipeline.cut_check import CutEvidence
 from torchrec_picasso.train_pipeline.cuts import Cuts
 from torchrec_picasso.train_pipeline.hot_sets import HotSets
 from torchrec_picasso.train_pipeline.in_flight import InFlight
-from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
+from torchrec_picasso.train_pipeline.in_flight_batch import GroupBatch, InFlightBatch
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.model_parts import inner_model, process_group_of
@@ -43,8 +44,13 @@ from torchrec_picasso.train_pipeline.options import (
     refuse_overrides,
 )
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
-from torchrec_picasso.train_pipeline.rewrite import replace_regroups, restore_regroups
+from torchrec_picasso.train_pipeline.rewrite import (
+    explained_tracing,
+    replace_regroups,
+    restore_regroups,
+)
 from torchrec_picasso.train_pipeline.step_report import OnStep, StepWatch
+from torchrec_picasso.train_pipeline.stock_steps import StockSteps
 
 __all__ = ["InterleavedTrainPipeline"]
 
@@ -168,6 +174,14 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             model, self._feed, self._options, self._cuts, self._lifecycle, self._id_stream
         )
         self._taken: PipelinedModel | None = None
+        self._stock: StockSteps | None = None
+        forward = self._options.custom_model_fwd or (lambda batch: self._model(batch))
+        self._model_fwd = forward
+        if StockSteps.serves(model, self._options):
+            self._stock = StockSteps(
+                model, forward, self._options, self._device, self._execute_all_batches
+            )
+            self._model_fwd = self._stock.forward
 
     @property
     def num_micro_batches(self) -> int:
@@ -182,12 +196,12 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     @property
     def is_settled(self) -> bool:
         """Whether all further batches have the setting of the next batch."""
-        return self._cuts.is_settled
+        return self._stock is not None or self._cuts.is_settled
 
     @property
     def setting(self) -> Setting | None:
         """The setting that the autotuner chose, for a later run; ``None`` before."""
-        return self._cuts.chosen
+        return self._cuts.chosen if self._stock is None else self._cuts.current
 
     def settle_on(self, setting: Setting) -> None:
         """Adopts an earlier run's :attr:`setting`, if allowed, without autotuning; on all ranks."""
@@ -231,13 +245,21 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             PicassoError: If the step before did not end; see :meth:`reset`.
         """
         is_training = self._model.training
+        groups: Sequence[GroupBatch] = ()
         with self._in_flight.propagate_errors(self._batch_count), self._watch.measuring():
-            inflight = self._take_step(dataloader_iter)
-            sizes = [run.num_samples for run in inflight.runs]
-            output: Out = self._options.join(list(inflight.outputs_K.values()), sizes)
-        inflight.forget()
+            if self._stock is not None:
+                tracing = nullcontext() if self._pipelined_modules else explained_tracing()
+                with tracing:
+                    output: Out = super().progress(self._stock.batches(dataloader_iter))
+                num_samples = self._stock.num_samples
+            else:
+                inflight = self._take_step(dataloader_iter)
+                sizes = [run.num_samples for run in inflight.runs]
+                output = self._options.join(list(inflight.outputs_K.values()), sizes)
+                num_samples, groups = inflight.num_samples, inflight.groups
+                inflight.forget()
         if is_training:
-            self._watch.report(inflight, self.last_refresh)
+            self._watch.report(num_samples, groups, self.last_refresh)
         return output
 
     def _take_step(self, dataloader_iter: Iterator[In]) -> InFlightBatch:
@@ -313,6 +335,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """
         super().reset()
         self._in_flight.clear()
+        if self._stock is not None:
+            self._stock.forget()
 
     def _take_over(self, batch: In, context: TrainPipelineContext) -> None:
         """Takes over the sharded modules of the model. Collective."""
@@ -351,5 +375,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def summary(self) -> str:
         """Describes how each sharded module is run, after a step, and the setting, line by line."""
+        if self._stock is not None:
+            return "no table is hot/cold: a step is that of TorchRec's TrainPipelineSparseDist"
         lines = [] if self._taken is None else self._taken.lines()
         return "\n".join([*lines, str(self._cuts)])

@@ -13,7 +13,7 @@ import torch
 
 from torchrec_picasso.exchange.waiting import WireTally, tallied
 from torchrec_picasso.rows.refresher import Refreshed
-from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
+from torchrec_picasso.train_pipeline.in_flight_batch import GroupBatch
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -117,17 +117,19 @@ class StepWatch:
             yield
             self._seconds = perf_counter() - start
 
-    def report(self, inflight: InFlightBatch, refreshed: Refreshed | None) -> None:
+    def report(
+        self, num_samples: int, groups: Sequence[GroupBatch], refreshed: Refreshed | None
+    ) -> None:
         """Reports a training step that was measured, and the last refresh evaluation."""
         if not self._takers:
             return
         report = StepReport(
             step=self._num_steps,
             seconds=self._seconds,
-            num_samples=inflight.num_samples,
+            num_samples=num_samples,
             exposed_s=self._tally.waited_s,
             sent_bytes=self._tally.sent_bytes,
-            coverage=_coverage(inflight),
+            coverage=_coverage(groups),
             peak_bytes=self._peak_bytes(),
             refreshed=refreshed,
         )
@@ -142,9 +144,9 @@ class StepWatch:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
 
 
-def _coverage(inflight: InFlightBatch) -> float | None:
+def _coverage(groups: Sequence[GroupBatch]) -> float | None:
     """Share of hot rows among the distinct rows of a batch; ``None`` = no table has rows."""
-    packs = [pack for each in inflight.groups for pack in each.rows.layout.packs]
+    packs = [pack for each in groups for pack in each.rows.layout.packs]
     packs = [pack for pack in packs if pack.requests.sends_rows]
     num_rows = sum(pack.num_rows for pack in packs)
     return sum(pack.hot_slots.numel() for pack in packs) / num_rows if num_rows else None
