@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torchrec_picasso.cost.schedule_time import Message, OpTime, StepPrice, step_price
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.schedule.kinds import KINDS
-from torchrec_picasso.schedule.schedule import COLLECTIVES, Setting, training_schedule
+from torchrec_picasso.schedule.schedule import Setting, training_schedule
 
 WHOLE = Setting(1, lookahead=True)
 
@@ -114,7 +114,7 @@ def test_no_step_is_shorter_than_its_bounds_or_longer_than_their_sum(
     setting, times = Setting(num_parts, lookahead), {}
     for op in training_schedule(setting):
         message = None
-        if op.kind in COLLECTIVES:
+        if KINDS[op.kind].sends:
             message = Message(data.draw(st.floats(0, 20)), data.draw(st.floats(0, 1)))
         times[op.kind, op.index] = OpTime(data.draw(st.floats(0, 20)), message)
     length = step_price(setting, times)
@@ -125,4 +125,4 @@ def test_no_step_is_shorter_than_its_bounds_or_longer_than_their_sum(
 def test_every_message_is_waited_for_by_something_but_those_that_come_before_it() -> None:
     # a kind that sends and that nothing waits for would cost nothing wherever the wire is free
     waited = {need.kind for kind in KINDS.values() for need in kind.needs}
-    assert waited >= COLLECTIVES
+    assert waited >= {name for name, kind in KINDS.items() if kind.sends}

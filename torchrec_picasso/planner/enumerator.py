@@ -158,7 +158,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
             for estimator in self._estimators:
                 if isinstance(estimator, EmbeddingStorageEstimator):
                     options = [option for options in all_options for option in options]
-                    estimator.estimate(options, self.sharder_map)
+                    estimator.estimate(options, sharder_data_map=self._sharder_data_map)
             budget_bytes = hot_options.replica_budget_bytes(all_options, self._topology)
         return decide(
             list(self._tables.values()),
