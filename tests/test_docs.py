@@ -77,7 +77,7 @@ def test_the_architecture_begins_with_the_engine() -> None:
     """Fifteen files to read first, then the worked example."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     first, second, third = re.split(r"^## ", text, flags=re.MULTILINE)[1:4]
-    assert len(re.findall(r"^\d+\. `[\w/]+\.py`: ", first, re.MULTILINE)) == 15
+    assert len(re.findall(r"^\d+\. `[\w/]+\.py`: ", first, re.MULTILINE)) == 16
     assert second.startswith("A batch, worked out")
     assert third
 

@@ -37,7 +37,11 @@ def test_the_library_adds_no_handlers() -> None:
 def test_a_batch_that_cannot_be_split_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="torchrec_picasso")
     taken: Any = SimpleNamespace(
-        read=lambda batch, context: ({}, 8), has_stock_means=False, shares_rows=True, num_waves=1
+        read=lambda batch, context: ({}, 8),
+        has_stock_means=False,
+        shares_rows=True,
+        num_waves=1,
+        groups=(),
     )
     cuts: Any = SimpleNamespace(current=Setting(2, True))
     nothing: Any = None

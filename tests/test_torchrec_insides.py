@@ -41,6 +41,7 @@ INHERITED: dict[str, set[str]] = {
     "EmbeddingEnumerator": {
         *("_batch_size", "_compute_device", "_constraints", "sharder_map"),
         *("_last_stored_module", "_last_stored_search_space"),
+        *("_estimators", "_sharder_data_map"),
     },
     "EmbeddingShardingPlanner": {"_enumerator", "_topology"},
     "FeatureProcessedEmbeddingBagCollectionSharder": {"_ebc_sharder"},
@@ -66,6 +67,7 @@ INHERITED: dict[str, set[str]] = {
     "TensorBase": {"detach"},
     "TrainPipelineSparseDist": {
         *("_batch_count", "_create_context", "_device", "_model", "_model_attached", "_optimizer"),
+        *("_model_fwd", "_execute_all_batches", "progress"),
         *("_data_dist_stream", "_memcpy_stream", "copy_batch_to_gpu", "wait_sparse_data_dist"),
         *("_original_forwards", "_original_kjt_dist_forwards"),
         *("_pipeline_postproc", "inplace_copy_batch_to_gpu"),

@@ -128,7 +128,7 @@ def _packed(batch: RowRequest) -> list[int]:
 
 
 def _of_rows(batch: RowRequest) -> Any:
-    (request,) = batch.routes
+    (request,) = batch.by_route
     return request
 
 

@@ -3,8 +3,8 @@
 A rank whose data has ended takes part with empty batches until the data of all ranks has ended:
 every collective includes all ranks, and gradients stay means over all of them. The header of the
 next batch says whether any rank has data, at no cost. The collectives of this file serve the cases
-without a header: before the first batch, for a model without interleaved modules, and where a step
-must not begin unless all ranks have a next batch.
+without a header: before the first batch, for a model whose hot/cold tables cannot be interleaved,
+and where a step must not begin unless all ranks have a next batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchrec_picasso.batches.split import num_samples, reason_of
 from torchrec_picasso.errors import CompatError, PicassoError
 from torchrec_picasso.exchange.agreement import Gathered
 
-__all__ = ["AnyData", "BatchFeed", "Fetched", "SplitBatch", "empty_batch", "find_data"]
+__all__ = ["BatchFeed", "Fetched", "SplitBatch", "empty_batch", "find_data"]
 
 SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
 """Splits a batch into micro-batches of given sizes."""
@@ -132,27 +132,6 @@ class BatchFeed:
         except StopIteration:  # TorchRec raises it unless all batches are to be executed
             return None
         return None if batch is None or context is None else Fetched(batch, context)
-
-
-class AnyData:
-    """Asks whether any rank has a batch, with an all-reduce that starts at construction.
-
-    Collective: all ranks construct and wait for it, in the same order.
-    """
-
-    def __init__(self, pg: dist.ProcessGroup, device: torch.device, has_data: bool) -> None:
-        self._answer = torch.tensor([int(has_data)], device=device)
-        self._work = None
-        if pg.size() > 1:
-            self._work = dist.all_reduce(
-                self._answer, op=dist.ReduceOp.MAX, group=pg, async_op=True
-            )
-
-    def wait(self) -> bool:
-        """Waits for the answer, which is equal on all ranks."""
-        if self._work is not None:
-            self._work.wait()
-        return bool(self._answer.item())
 
 
 def find_data(

@@ -49,6 +49,7 @@ class UntilAllEnd(Iterator[Any]):
         self.has_ended = False
         """Whether this rank's data has ended."""
         self._last: Any = None
+        self._told: Gathered | None = None
 
     def __next__(self) -> Any:
         """Returns the next batch, maybe an empty one.
@@ -62,8 +63,10 @@ class UntilAllEnd(Iterator[Any]):
             own = next(self.batches, None)
             self.has_ended = own is None
         if self._last is not None and own is not None and self._execute_all_batches:
-            Gathered(self._pg, self._device, [True])  # for ranks that wait for the answer
-            self._last = own
+            if self._told is not None:
+                self._told.wait()  # it is long done; a process that drops it unfinished ends badly
+            # for ranks that wait for the answer
+            self._told, self._last = Gathered(self._pg, self._device, [True]), own
             return own
         source, all_have_data = find_data(self._pg, self._device, own is not None)
         if source is None or not (all_have_data or self._execute_all_batches):

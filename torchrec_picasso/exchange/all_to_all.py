@@ -76,16 +76,17 @@ def start_all_to_all(
     collective, or ``W - 1`` messages each way if that may be much and the backend is gloo.
     """
     note_sent((sum(send_W) - send_W[pg.rank()]) * input_n.element_size())
-    group = pg
-    if input_n.device.type == "cpu" and _is_gloo(pg):
-        if most_sent * input_n.element_size() > _SMALL_BYTES:
-            return _Messages(pg, output_m, input_n, receive_W, send_W)
+    by_gloo = input_n.device.type == "cpu" and _is_gloo(pg)
+    if by_gloo:
         connect(pg)
-        group = _traffic[pg].group
+    if by_gloo and most_sent * input_n.element_size() > _SMALL_BYTES:
+        works = _start_messages(_traffic[pg], output_m, input_n, receive_W, send_W)
+        return _Exchange(_traffic[pg], works)
+    group = _traffic[pg].group if by_gloo else pg
     work: Pending = dist.all_to_all_single(
         output_m, input_n, list(receive_W), list(send_W), group=group, async_op=True
     )
-    return work
+    return _Exchange(_traffic[pg], [work]) if by_gloo else work
 
 
 class _Traffic:
@@ -94,7 +95,7 @@ class _Traffic:
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self.group = pg if pg.size() == 1 else new_gloo_group(pg, torch.device("cpu"))
         self.tags = cycle(_TAGS)  # equal on all ranks, and different for exchanges in progress
-        self.in_flight: deque[_Messages] = deque()
+        self.in_flight: deque[_Exchange] = deque()
 
 
 _traffic: WeakKeyDictionary[dist.ProcessGroup, _Traffic] = WeakKeyDictionary()
@@ -112,49 +113,23 @@ def _is_gloo(pg: dist.ProcessGroup) -> bool:
     return name == "gloo"
 
 
-class _Messages:
-    """One message to and one from every other rank; empty blocks send no message.
+class _Exchange:
+    """An exchange over gloo, in progress.
 
-    gloo loses track of a pair of ranks when a message is dropped before it is done, and TorchRec's
-    pipelines do drop an exchange occasionally. So ``_Traffic`` keeps the object alive until it or a
-    later one has been waited for: between two ranks, messages arrive in start order.
+    gloo loses track of a pair of ranks when a message is dropped before it is done, a process ends
+    badly if a collective was, and TorchRec's pipelines do drop an exchange occasionally. So
+    ``_Traffic`` keeps the object alive until it or a later one has been waited for: between two
+    ranks, messages arrive in start order.
     """
 
-    def __init__(
-        self,
-        pg: dist.ProcessGroup,
-        output_m: Tensor,
-        input_n: Tensor,
-        receive_W: Sequence[int],
-        send_W: Sequence[int],
-    ) -> None:
-        connect(pg)
-        traffic = _traffic[pg]
-        rank, world_size, group, tag = pg.rank(), pg.size(), traffic.group, next(traffic.tags)
-        received_W = output_m.split(list(receive_W))
-        sent_W = input_n.split(list(send_W))
-        # Each rank starts with a different peer, so that no link gets all messages at once.
-        # Receives are posted in reverse order, which is the order in which peers send to this rank.
-        others = [(rank + distance) % world_size for distance in range(1, world_size)]
-        works = [
-            dist.irecv(received_W[peer], group=group, group_src=peer, tag=tag)
-            for peer in reversed(others)
-            if receive_W[peer]
-        ]
-        works += [
-            dist.isend(sent_W[peer], group=group, group_dst=peer, tag=tag)
-            for peer in others
-            if send_W[peer]
-        ]
-        self._works = [work for work in works if work is not None]
+    def __init__(self, traffic: _Traffic, works: list[Pending]) -> None:
+        self._works = works
         self._in_flight = traffic.in_flight
-        if self._works:  # there is something to wait for
+        if works:  # there is something to wait for
             self._in_flight.append(self)
-        # The rank's own block needs no message.
-        received_W[rank].copy_(sent_W[rank])
 
     def wait(self) -> None:
-        """Returns when all messages of this exchange, and of all earlier exchanges, are done."""
+        """Returns when this exchange and all earlier ones are done."""
         while self._works:
             # Exchanges complete in start order, also dropped ones; this releases their memory.
             earliest = self._in_flight[0]
@@ -162,6 +137,36 @@ class _Messages:
                 work.wait()
             earliest._works.clear()
             self._in_flight.popleft()
+
+
+def _start_messages(
+    traffic: _Traffic,
+    output_m: Tensor,
+    input_n: Tensor,
+    receive_W: Sequence[int],
+    send_W: Sequence[int],
+) -> list[Pending]:
+    """Starts a message to and one from every other rank; empty blocks send no message."""
+    group, tag = traffic.group, next(traffic.tags)
+    rank, world_size = group.rank(), group.size()
+    received_W = output_m.split(list(receive_W))
+    sent_W = input_n.split(list(send_W))
+    # Each rank starts with a different peer, so that no link gets all messages at once.
+    # Receives are posted in reverse order, which is the order in which peers send to this rank.
+    others = [(rank + distance) % world_size for distance in range(1, world_size)]
+    works = [
+        dist.irecv(received_W[peer], group=group, group_src=peer, tag=tag)
+        for peer in reversed(others)
+        if receive_W[peer]
+    ]
+    works += [
+        dist.isend(sent_W[peer], group=group, group_dst=peer, tag=tag)
+        for peer in others
+        if send_W[peer]
+    ]
+    # The rank's own block needs no message.
+    received_W[rank].copy_(sent_W[rank])
+    return [work for work in works if work is not None]
 
 
 def new_gloo_group(pg: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

@@ -1,12 +1,11 @@
 """The step header: one small all-to-all before any row moves.
 
-One fixed-length message per pair of ranks carries everything that must be known before rows can
-move: the words of each route, whether any rank's input is invalid, and whether any rank still has
-data. All ranks learn of invalid input and of the end of data together, so all raise together and no
-rank is left waiting.
+Each rank tells every other rank, in one message of fixed length, what must be known before rows can
+move: the words of its routes, whether its own input is invalid, and whether it still has data. All
+ranks learn of invalid input and of the end of data together, so all raise together and no rank is
+left waiting.
 
-The header costs one collective of 8 bytes per word, 3 words beside those of the routes. It is the
-one point of a step at which the hosts of all ranks wait for each other.
+The header costs one collective of 8 bytes per word, 3 words beside those of the routes.
 
 Shape letters: W ranks, X words of a message.
 """

@@ -30,7 +30,8 @@ __all__ = ["HotReduction", "PackedAllToAll", "Payload"]
 class Payload(NamedTuple):
     """The share of one pack, or of one pack and chunk, in an all-to-all.
 
-    The received tensor may be a slice of a larger matrix.
+    All payloads of an exchange have one type and device. The received tensor may be a slice of a
+    larger matrix.
     """
 
     sent: Tensor
@@ -108,7 +109,7 @@ class HotReduction:
     not in the sum, hence not updated, whatever the optimizer's decay.
 
     Collective: all ranks create the object and wait for it in the same order. Costs an all-reduce
-    of the outputs, none when they are empty, and one copy with several packs.
+    of the outputs, none when they are empty, and two copies with several packs.
 
     Args:
         ranks: This rank and its peers.

@@ -1,4 +1,4 @@
-"""The packed id space: all tables of a sharded module as one range of integers.
+"""The packed id space: all tables of a route as one range of integers.
 
 ``packed_id = table_base + row``, with the tables of one pack side by side. The pack of a row, its
 home rank and its row number there follow from the packed id by one binary search over the ``T * W``
@@ -164,7 +164,7 @@ class HotSlots:
     start_P1: tuple[int, ...]
     """First hot slot of each pack; the last entry is the number of hot rows."""
     epoch: int = 0
-    """Number of the module's hot set, counted from 0."""
+    """Number of changes of the route's hot set."""
 
     @staticmethod
     def build(tables: Sequence[PackedTable], device: torch.device, epoch: int = 0) -> HotSlots:
@@ -183,7 +183,7 @@ class HotSlots:
         return self.start_P1[-1]
 
     def find(self, ids_U: Tensor) -> tuple[Tensor, Tensor]:
-        """Finds which packed ids, int64, are hot. Requires at least one hot row in the module.
+        """Finds which packed ids, int64, are hot. Requires at least one hot row.
 
         Returns the slot of each hot row, int64, undefined for cold rows, and the mask of the hot
         rows, both of shape ``(U,)``, in O(U log H) time without a host sync.

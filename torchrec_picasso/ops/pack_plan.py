@@ -104,8 +104,8 @@ class PackPlan:
         )
 
     @property
-    def takes_weights(self) -> bool:
-        """Whether per-sample weights have an effect; on sequences they have none."""
+    def has_pooling(self) -> bool:
+        """Whether any table pools its rows; per-sample weights have no effect on sequences."""
         return not all(self.is_sequence_M)
 
     def packs_of(self, wave: int | None) -> range:

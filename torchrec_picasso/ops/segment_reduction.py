@@ -70,7 +70,7 @@ class PoolingIndex:
         return self.row_of_lookup_N.numel()
 
     @property
-    def has_bags(self) -> bool:
+    def has_pooling(self) -> bool:
         """Whether lookups are pooled; if not, the matrix is of sequences."""
         return self.bag_offsets_S1 is not None
 

@@ -1,7 +1,7 @@
 """State that outlives a batch: the routes of some tables, the storages and reused memory.
 
-To the engine a further route is one file beside this one and one line in :data:`ROUTES`; the plan
-and its prices know routes by :data:`.placement.Form`.
+A further route is a file beside this one and a line in :data:`ROUTES`, for the engine; for plans a
+name in :data:`.placement.Form` and a price.
 
 On the CPU a new matrix of some megabytes is new memory, and the first write to each 4 KiB costs a
 page fault: 20 of 350 ms for the rows and gradients of a Criteo step (three matrices of 22,900 rows

@@ -35,8 +35,8 @@ __all__ = ["RowLayout", "RowRequest", "with_new_layout"]
 class RowLayout:
     """Positions of a batch's rows, on the rank that uses them and on the ranks that store them.
 
-    Ids and gradients are in request order, one exchange per chunk; rows are in fetch order. A bag
-    that its home rank pools counts as a row.
+    Row numbers and gradients are in request order, rows in fetch order. A bag that its home rank
+    pools counts as a row.
     """
 
     features_by_module: Sequence[KeyedJaggedTensor]
@@ -113,20 +113,20 @@ class RowRequest:
         self.features = features
         one_size = None if is_variable else features.stride()
         self._sizes_K: Sequence[int | None] = [one_size] if sizes_K is None else sizes_K
-        self._weights_N = features.weights_or_none() if group.plan.takes_weights else None
+        self._weights_N = features.weights_or_none() if group.plan.has_pooling else None
         bad_weights = torch.zeros((), dtype=torch.int64, device=features.values().device)
         if self._weights_N is not None:
             bad_weights = torch.isfinite(self._weights_N).logical_not().sum()
         # The features of a route follow those of the route before it.
-        by_route, self.routes, first_lookup = [features], [], 0
+        features_of, self.by_route, first_lookup = [features], [], 0
         if len(group.routes) > 1:
-            by_route = features.split([sum(route.plan.features_M) for route in group.routes])
-        for route, own in zip(group.routes, by_route):
-            self.routes.append(route.read(own, self._sizes_K, first_lookup))
+            features_of = features.split([sum(route.plan.features_M) for route in group.routes])
+        for route, own in zip(group.routes, features_of):
+            self.by_route.append(route.read(own, self._sizes_K, first_lookup))
             first_lookup += own.values().numel()
         self.words = HeaderWords(
-            routes=[request.words for request in self.routes],
-            outside_ids=reduce(add, [request.outside_ids for request in self.routes]),
+            routes=[request.words for request in self.by_route],
+            outside_ids=reduce(add, [request.outside_ids for request in self.by_route]),
             bad_weights=bad_weights,
             bad_lengths=are_bad(validated),
             has_data=has_data,
@@ -139,9 +139,10 @@ class RowRequest:
         self._header_exchange = HeaderExchange(self._group.ranks, self.words)
 
     def send_ids(self) -> bool:
-        """Waits for the header and sends all ids to their home ranks. Collective.
+        """Waits for the header and sends each cold row's number in the storage of its home rank.
 
-        Returns whether any rank has data; if none has, nothing is sent and the step ends here.
+        Collective. Returns whether any rank has data; if none has, nothing is sent, and the request
+        has no further use.
         Raises InputError on all ranks if any rank's ids, weights or lengths are invalid.
         """
         group = self._group
@@ -149,7 +150,7 @@ class RowRequest:
         if not header.any_data:
             return False
         raise_on_bad_input(header, group.tables, self.features, self._validated, group.ranks.rank)
-        pairs = zip(self.routes, header.routes)
+        pairs = zip(self.by_route, header.routes)
         payloads = [p for request, words in pairs for p in request.ids(words, group.row_dtype)]
         self._ids = PackedAllToAll(group.ranks, payloads, header.most_rows)
         return True
@@ -160,7 +161,7 @@ class RowRequest:
 
     def send_dirty_mask(self, before: RowRequest) -> None:
         """Sends the dirty mask, the requested rows that the batch before updates. Collective."""
-        requests = zip(self.routes, before.routes)
+        requests = zip(self.by_route, before.by_route)
         payloads = [p for request, earlier in requests for p in request.dirty_mask(earlier)]
         if payloads:
             self._dirty_mask = PackedAllToAll(self._group.ranks, payloads, self.header.most_rows)
@@ -171,7 +172,7 @@ class RowRequest:
             self._dirty_mask.wait()
         packs: list[PackLayout] = []
         pooling_KM: list[list[Pooling]] = [[] for _ in self._sizes_K]
-        for request in self.routes:
+        for request in self.by_route:
             own_packs, own_KM = request.lay_out(first_matrix=len(pooling_KM[0]))
             packs += own_packs
             for pooling_M, own_M in zip(pooling_KM, own_KM):

@@ -170,7 +170,7 @@ class IncomingRequests(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Pooling(ABC):
-    """The pooling of one micro-batch of one matrix, on the rank of the batch."""
+    """The pooling of one micro-batch of one matrix, on the rank that looked its rows up."""
 
     gives_views: ClassVar[bool] = False
     """Whether :meth:`pool` returns views of the matrix, whose memory is reused."""
@@ -202,7 +202,11 @@ class Pooling(ABC):
 
     @abstractmethod
     def gradients(self, grads: Sequence[Tensor], scales_N: Tensor | None) -> Tensor:
-        """Computes the gradients of the vectors, ``(n, D)``, from those of the pieces."""
+        """Computes the gradients of the vectors, ``(n, D)``, from those of the pieces.
+
+        In request order if the batch is one micro-batch, which then sends them as they are; else in
+        the order that :meth:`add_gradients` expects.
+        """
 
     def gradient_of_scales(self, grads: Sequence[Tensor], rows_RD: Tensor) -> Tensor | None:
         """Computes the gradients of the scales, ``(N,)``, from those of the pieces."""
@@ -210,7 +214,7 @@ class Pooling(ABC):
 
     @abstractmethod
     def add_gradients(self, sums_RD: Tensor, grads_nD: Tensor) -> None:
-        """Adds the result of :meth:`gradients` to the sums over micro-batches."""
+        """Adds the result of :meth:`gradients` to sums over micro-batches, in request order."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""

@@ -1,14 +1,14 @@
-"""The row exchange: each distinct row travels once and is pooled where the batch is.
+"""The row exchange: each distinct row travels once and is pooled on the rank that looked it up.
 
-Rows of the next batch that this batch does not update are clean: they may be fetched before this
+Rows of the next batch that this batch did not request are clean: they may be fetched before this
 batch's update. The home rank of a row knows from the requests of both batches whether the row is
 clean, and reports it to the requesting rank. So lookahead changes when a row is sent, never its
 values.
 
 Header words of a pair of ranks: P K counts of cold rows, and a bit per hot slot.
 
-Shape letters: F features, K parts and chunks, J runs of bags, M matrices, P packs, N lookups, U
-unique rows, W ranks.
+Shape letters: F features, K parts and chunks, J runs of bags, M matrices, P packs,
+N lookups, U unique rows, W ranks.
 
 Host syncs per batch on CUDA: the number of unique rows; per pack the touched hot rows and, with
 lookahead, two fetch orders; two more for several micro-batches.
@@ -86,7 +86,7 @@ class RowRoute(Route):
     def bag_order(self, sizes_K: Sequence[int | None]) -> Tensor | None:
         """Returns the permutation of bags to matrix-major order; ``None`` = bags keep theirs."""
         sizes = tuple(size for size in sizes_K if size is not None)
-        if not sizes or (not self.plan.takes_weights and len(sizes) == 1):
+        if not sizes or (not self.plan.has_pooling and len(sizes) == 1):
             return None
         if not any(self.plan.is_sequence_M):
             sizes = (sum(sizes),)  # the order of pooled bags does not depend on the split
@@ -114,7 +114,7 @@ class _Request(RouteRequest):
         lookups_F = count_lookups(features.offsets(), strides_F)
         packed_N, self.outside_ids = route.space.pack_ids(features.values(), lookups_F)
         source_N, num_lookups = None, packed_N.numel()
-        if features.weights_or_none() is not None and route.plan.takes_weights:
+        if features.weights_or_none() is not None and route.plan.has_pooling:
             # Weights are those of all features of the batch.
             end = first_lookup + num_lookups
             source_N = torch.arange(first_lookup, end, device=packed_N.device)
@@ -295,7 +295,7 @@ class _RowPooling(Pooling):
 
     def scales(self, weights_N: Tensor | None, are_new: bool) -> Tensor | None:
         index = self.index
-        if not index.has_bags:
+        if not index.has_pooling:
             return None
         if weights_N is not None:
             assert index.source_N is not None, "the batch came without weights"
@@ -307,7 +307,7 @@ class _RowPooling(Pooling):
 
     def columns(self, pieces: list[Tensor]) -> list[Tensor]:
         (pooled,) = pieces
-        if not self.index.has_bags:
+        if not self.index.has_pooling:
             return pieces
         # (S, D) is ordered by sample, then feature
         shape = (-1,) if self.size is None else (self.size, self.num_features * pooled.size(1))

@@ -55,7 +55,7 @@ class Need:
     required: bool = False
     """Whether the schedule must contain one; otherwise an earlier schedule may have run it."""
     shared_rows_only: bool = False
-    """Whether it is a need only where micro-batches share rows, so not depth first."""
+    """Whether the need exists only where micro-batches share rows, so not depth first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Kind:
 
 
 def _share_packs(op: Op, other: Op) -> bool:
-    """Without a wave, an operation has all packs."""
+    """Whether any pack belongs to both; an operation without a wave has all packs."""
     return op.wave is None or other.wave is None or op.wave == other.wave
 
 
@@ -84,7 +84,7 @@ def _same_micro_batch(op: Op, other: Op) -> bool:
     return op.batch == other.batch and op.index == other.index
 
 
-def _before(op: Op, other: Op) -> bool:
+def _lower_index(op: Op, other: Op) -> bool:
     return op.batch == other.batch and (other.index or 0) < (op.index or 0)
 
 
@@ -92,12 +92,12 @@ def _upto(op: Op, other: Op) -> bool:
     return op.batch == other.batch and (other.index or 0) <= (op.index or 0)
 
 
-def _later(op: Op, other: Op) -> bool:
+def _higher_index(op: Op, other: Op) -> bool:
     return op.batch == other.batch and (other.index or 0) > (op.index or 0)
 
 
 def _earlier_batch(op: Op, other: Op) -> bool:
-    """The first batch of a schedule has none: its predecessor ended before the schedule."""
+    """Whether the other works on the batch before; that of the first batch ended earlier."""
     return op.batch > other.batch and _share_packs(op, other)
 
 
@@ -120,11 +120,18 @@ KINDS: Mapping[str, Kind] = {
     # Micro-batches run forward in ascending order. Backward runs in descending order where they
     # share rows, so that the gradients of chunk k are complete after backward k.
     "forward": Kind(
-        needs=(Need("forward", _before), Need("fetch_clean", _upto), Need("fetch_dirty", _upto))
+        needs=(
+            Need("forward", _lower_index),
+            Need("fetch_clean", _upto),
+            Need("fetch_dirty", _upto),
+        )
     ),
     "backward": Kind(
         sends=True,
-        needs=(Need("forward", _same_micro_batch), Need("backward", _later, shared_rows_only=True)),
+        needs=(
+            Need("forward", _same_micro_batch),
+            Need("backward", _higher_index, shared_rows_only=True),
+        ),
     ),
     "send_gradients": Kind(sends=True, needs=(Need("backward", _same_micro_batch, required=True),)),
     "reduce_hot": Kind(sends=True, needs=_all("backward")),

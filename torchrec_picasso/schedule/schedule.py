@@ -12,8 +12,9 @@ wire.
 
 Two micro-batches that share no rows run depth first: the first one runs forward and backward while
 the rows of the second arrive, and its gradients are sent while the second one computes, so the wire
-is never idle. Otherwise all run forward, then all backward: of more than two, the first is small,
-and its gradients, which nothing hides, travel last.
+is never idle. Otherwise all run forward, then all backward in reverse order. The gradients of the
+first micro-batch then travel last, and no computation hides them; of more than two, it is therefore
+made small (:func:`.micro_batch_sizes`).
 """
 
 from __future__ import annotations
@@ -128,9 +129,10 @@ def training_schedule(
     """
     following = following or this
     waves = _waves(num_waves)
-    ahead = _look_ahead(following)
+    lay_out, *ahead = _before_updates(following)
     # With lookahead the layout must come before fetch_clean; otherwise it can wait.
-    laid_out_late = [] if following.lookahead else [ahead.pop(0)]
+    early_layout, late_layout = ([lay_out], []) if following.lookahead else ([], [lay_out])
+    ahead = [*early_layout, *ahead]
     *early, last = backward_order(this, shares_rows)
     forwards = _for_chunks("forward", THIS, this)
     # Chunk k's gradients are sent while the micro-batches that run after backward k compute.
@@ -146,7 +148,7 @@ def training_schedule(
     ops.append(Op("backward", THIS, last))  # also reduces dense gradients
     for wave in waves:
         ops += [Op("send_gradients", THIS, last, wave), Op("reduce_hot", THIS, wave=wave)]
-    ops += [*laid_out_late, *_ids_arrive(AFTER, after or following)]
+    ops += [*late_layout, *_ids_arrive(AFTER, after or following)]
     for wave in waves:
         # Wave w's dirty rows are fetched while wave w + 1 waits for its gradients.
         ops += [Op("update", THIS, wave=wave), Op("fetch_dirty", NEXT, 0, wave)]
@@ -180,7 +182,7 @@ def evaluation_schedule(
 ) -> Schedule:
     """Returns the schedule of a step without backward; training steps may precede and follow it."""
     following = following or this
-    ops = _look_ahead(following)
+    ops = _before_updates(following)
     ops += _fetch_dirty(NEXT, following, num_waves)
     ops.append(Op("read_hot", NEXT))
     ops += _for_chunks("forward", THIS, this)
@@ -196,10 +198,8 @@ def first_batch_schedule(this: Setting, *, num_waves: int = 1) -> Schedule:
 
 @cache
 def second_batch_schedule(following: Setting) -> Schedule:
-    """Returns the schedule that sends the second batch's ids to home ranks, before the first step.
-
-    Its setting is ``following``.
-    """
+    """Returns the schedule that sends the row numbers of the second batch, whose setting is
+    ``following``, to home ranks, before the first step."""
     return _checked([Op("request", NEXT), Op("send_ids", NEXT), *_ids_arrive(NEXT, following)])
 
 
@@ -222,7 +222,7 @@ def _fetch_dirty(batch: int, setting: Setting, num_waves: int) -> list[Op]:
     return [*first, *_for_chunks("fetch_dirty", batch, setting, first=1)]
 
 
-def _look_ahead(following: Setting) -> list[Op]:
+def _before_updates(following: Setting) -> list[Op]:
     """Returns operations that wait for no update: the next batch's layout and clean rows, a header.
 
     The layout is first, because the exchanges that its host syncs wait for started a step earlier.

@@ -184,7 +184,8 @@ class _HotColdLookup:
         if layout.hot_epoch != self._group.hot_epoch:
             layout = with_new_layout(self._group, layout)
         group, agreement = self._group, None
-        # Only replicas can be stale: home rows are read here, so writes to them need no message.
+        # A write to a home row outdates its replicas. Home rows themselves are read only now, so
+        # without hot rows no rank has to be told.
         if group.num_hot_rows:
             flags = Flags(homes_written=group.was_written())
             agreement = Agreement(group.ranks.pg, group.device, flags)

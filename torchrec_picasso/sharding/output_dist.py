@@ -1,4 +1,4 @@
-"""Waits for rows and pools them on the rank of the batch; in backward it sends their gradients.
+"""Waits for rows and pools them on the rank that looked them up; in backward sends gradients.
 
 Sequences are not pooled: each lookup gets its row.
 
@@ -69,7 +69,7 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Te
             for pooling in rows.pooling_M
             for column in pooling.columns(list(islice(remaining, pooling.num_pieces)))
         ]
-        if rows.own_sizes is not None and self._plan.takes_weights:
+        if rows.own_sizes is not None and self._plan.has_pooling:
             # without the padding of features with their own batch sizes: (B, sum D) -> flat
             features = zip(self._plan.features_M, self._plan.dim_M)
             dims_F = [dim for num_features, dim in features for _ in range(num_features)]

@@ -191,7 +191,7 @@ class HotColdModule(ABC):
             self._create_input_dist(features.keys())
             self._has_uninitialized_input_dist = False
         # sequences are not pooled, so weights have no use
-        if features.weights_or_none() is not None and not self.group.plan.takes_weights:
+        if features.weights_or_none() is not None and not self.group.plan.has_pooling:
             features = with_weights(features, None)
         order, num_features = self._features_order, sum(self.group.plan.features_M)
         with torch.no_grad():

@@ -5,10 +5,12 @@ this rank is their home rank. So a reader or writer of home rows always finds th
 any time and through any view.
 
 An in-place write to home rows from outside shows in the tensors' version counters. The write is
-recorded here and has no other effect on this rank alone: between two steps the ranks agree whether
-any of them was written, and then all of them refill their replicas and repeat their fetches.
+recorded here and has no other effect on this rank alone: before a step the ranks agree whether any
+of them was written, and then all of them refill their replicas; a pipeline that has fetched rows
+already fetches them again.
 
-Home rows and replicas are rows of one TBE, see ``row_tables.py``.
+Home rows and replicas are rows of one TBE, see ``row_tables.py``, which sums the gradients of a row
+that several ranks send.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class InFlight:
     def work_with(self, operations: Operations) -> None:
         """Sets what runs the operations of schedules, and the model that they run."""
         self._operations, taken = operations, operations.taken
-        self._feed.asks_ahead = taken.has_stock_means
+        self._feed.asks_ahead = taken.has_stock_means or not taken.groups
         self._num_waves = taken.num_waves
         # a ratio needs the sums over all micro-batches before the first backward, as rows do
         self._shares_rows = self._options.loss_reduction == "ratio" or taken.shares_rows

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.batches.feed import AnyData, Fetched
+from torchrec_picasso.batches.feed import Fetched
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.batch_gradients import BatchGradients
 from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
@@ -65,8 +65,6 @@ class InFlightBatch(Fetched):
     """Features that each interleaved module looks up for the whole batch, by its name."""
     shares_rows: bool = True
     """Whether micro-batches may not run depth first, see :func:`.is_depth_first`."""
-    any_data: AnyData | None = None
-    """The all-reduce that asks whether any rank has data, if no header carries the answer."""
     groups: list[GroupBatch] = field(default_factory=list)
     """The batch by module group, from its request on."""
     full_outputs: dict[str, FullBatchOutput | UnsplitOutput] = field(default_factory=dict)

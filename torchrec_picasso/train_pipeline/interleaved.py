@@ -177,7 +177,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._stock: StockSteps | None = None
         forward = self._options.custom_model_fwd or (lambda batch: self._model(batch))
         self._model_fwd = forward
-        if StockSteps.serves(model, self._options):
+        if StockSteps.serves(model):
             self._stock = StockSteps(
                 model, forward, self._options, self._device, self._execute_all_batches
             )

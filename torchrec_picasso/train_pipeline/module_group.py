@@ -100,7 +100,7 @@ class ModuleGroup:
 
 def _is_weighted(module: ScheduledModule, has_weights: bool) -> bool:
     """Whether weights travel with the module's ids; sequences have no use for them."""
-    return module.group.plan.takes_weights and (has_weights or isinstance(module, ProcessedModule))
+    return module.group.plan.has_pooling and (has_weights or isinstance(module, ProcessedModule))
 
 
 def group_modules(

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.batches.feed import AnyData
 from torchrec_picasso.batches.id_stream import IdStream
 from torchrec_picasso.exchange.waiting import note_all_reduce
 from torchrec_picasso.rows.batch_gradients import update_rows
@@ -104,9 +103,6 @@ class Operations:
         for group in self.taken.groups:
             request = group.request(inflight.features_of, inflight.sizes_K, inflight.has_data)
             inflight.groups.append(GroupBatch(group, request))
-        if not self.taken.groups:
-            # without a header, a separate all-reduce says whether any rank has data
-            inflight.any_data = AnyData(self.taken.pg, self.taken.device, inflight.has_data)
         if self.taken.plain:
             self.taken.start_plain(inflight)
 
@@ -115,8 +111,6 @@ class Operations:
         go_on = [each.request.send_ids() for each in inflight.groups]
         if self.taken.plain:
             self.program.wait_plain(inflight.context)
-        if inflight.any_data is not None:
-            go_on.append(inflight.any_data.wait())
         inflight.is_end = not all(go_on)
         if inflight.is_end:
             # no rank trains this batch; TorchRec's started requests still have to end
@@ -144,7 +138,11 @@ class Operations:
             each.request.send_dirty_mask(each_before.request)
 
     def _forward(self, inflight: InFlightBatch, index: int) -> None:
-        """Runs the model on one micro-batch; a whole batch runs as the first."""
+        """Runs the model on one micro-batch.
+
+        A batch that this rank does not cut runs as the first one: then the others are operations
+        without a run, which all ranks still reach in the same order.
+        """
         runs = inflight.runs
         run = next((run for run in runs if run.forward_at == index), None)
         if run is None:

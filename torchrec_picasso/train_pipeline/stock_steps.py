@@ -25,7 +25,7 @@ __all__ = ["StockSteps"]
 
 
 class StockSteps:
-    """What a step of TorchRec's pipeline is given: batches until all ranks' end, and a forward.
+    """Gives TorchRec's pipeline batches until the data of all ranks has ended, and a forward.
 
     ``forward`` is that of the model, or ``custom_model_fwd``.
     """
@@ -46,11 +46,12 @@ class StockSteps:
         """Samples of the last batch, for reports; 0 if they cannot be counted."""
 
     @staticmethod
-    def serves(model: nn.Module, options: PipelineOptions) -> bool:
-        """Whether no table of a model is hot/cold, and no micro-batches were requested."""
+    def serves(model: nn.Module) -> bool:
+        """Whether no table of a model is hot/cold."""
         modules = inner_model(model).modules()
-        has_hot_cold = any(isinstance(m, HotColdModule) and m.has_hot_cold for m in modules)
-        return not has_hot_cold and options.num_micro_batches in (None, 1)
+        return not any(
+            isinstance(module, HotColdModule) and module.has_hot_cold for module in modules
+        )
 
     def batches(self, batches: Iterator[Any]) -> UntilAllEnd:
         """Returns the batches with empty ones after them; the same object for the same iterator."""

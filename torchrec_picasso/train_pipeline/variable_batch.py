@@ -82,7 +82,7 @@ def spread(module: Any, rows: PartRows) -> LazyAwaitable[Any]:
     features = rows.rows.layout.features_by_module[rows.module]
     assert isinstance(features, VariableBatchFeatures)
     strides_F, row_FB = features.stride_per_key(), features.row_of_sample_FB
-    if module.group.plan.takes_weights:
+    if module.group.plan.has_pooling:
         own = module.output(rows)
         return LaterByKey(lambda: _spread_bags(own.wait(), strides_F, row_FB))
     padded = _PaddedRows(**{field.name: getattr(rows, field.name) for field in fields(rows)})

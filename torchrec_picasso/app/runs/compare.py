@@ -152,7 +152,8 @@ def _tuned_pipeline(
             progress.advance(0)
             yield batch
 
-    trainer.train(until_settled())
+    for _ in trainer.steps(until_settled()):
+        pass
     return dataclasses.replace(
         config, num_micro_batches=pipeline.num_micro_batches, lookahead=pipeline.lookahead
     )
