@@ -3,8 +3,9 @@
     python -m benchmarks.small_steps -o small_steps --data-folder ../shared/data
     python -m benchmarks.small_steps -o small_steps --links 0 --samples 64 256 --models criteo
 
-Each cell is a comparison of `benchmarks.fields`: stock's two variants under TrainPipelineSparseDist
-and ``ours``, the package's defaults, take turns. Its axes are
+Each cell is a comparison of `benchmarks.fields`: stock's two variants under
+TrainPipelineSparseDist, ``ours``, the package's defaults, and ``all_rows``, every table hot/cold,
+take turns: the last shows whether the planner chose well. Its axes are
 
 - samples per rank and step, and columns (of the widest table where tables are mixed);
 - model: Criteo's 26 tables, 40 mixed fields, and a DIN-like model of sequences;
@@ -45,7 +46,7 @@ _MODELS: Mapping[str, tuple[str, str | None]] = {
     "sequences": ("sequences", "alimama_10k.parquet"),
 }
 """Model of `benchmarks.fields` and its file, by name."""
-_VARIANTS = ("table_wise", "planner", "ours")
+_VARIANTS = ("table_wise", "planner", "ours", "all_rows")
 _ROUNDS, _BLOCK_SAMPLES, _FEWEST_STEPS, _MOST_STEPS = 5, 16_384, 6, 32
 """A turn has as many steps as make this number of samples, within these bounds."""
 _EVEN = 0.98
@@ -63,6 +64,7 @@ class Cell:
         rate_mbit: Rate of the links; 0 = loopback.
         gain: Samples per second, ours over the best stock variant's, median of the rounds.
         gains: Smallest and largest of the rounds.
+        all_rows_gain: The same of ``all_rows``, median.
         stock_ms: Step of that variant.
         ours_ms: Our step.
         stock_cpu_ms: CPU time of a rank in stock's step.
@@ -70,7 +72,8 @@ class Cell:
         hot_cold: Hot/cold tables of our plan.
         tables: Tables of the model.
         setting: Micro-batches and lookahead of our pipeline.
-        predicted: Predicted over measured step, minus 1, of the best stock variant and of ours.
+        predicted: Predicted over measured step, minus 1, of the best stock variant, of ours and of
+            ``all_rows``.
     """
 
     model: str
@@ -79,6 +82,7 @@ class Cell:
     rate_mbit: float
     gain: float
     gains: tuple[float, float]
+    all_rows_gain: float
     stock_ms: float
     ours_ms: float
     stock_cpu_ms: float
@@ -86,7 +90,7 @@ class Cell:
     hot_cold: int
     tables: int
     setting: str
-    predicted: tuple[float, float]
+    predicted: tuple[float, float, float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,6 +168,7 @@ def read_cell(path: Path) -> Cell:
         rate_mbit=float(rate),
         gain=median(gains),
         gains=(min(gains), max(gains)),
+        all_rows_gain=median(found["all_rows"]["ratio_by_round"]),
         stock_ms=best["step_ms"][1],
         ours_ms=ours["step_ms"][1],
         stock_cpu_ms=1e3 * best["cpu_s_per_step"] / hosts,
@@ -171,29 +176,29 @@ def read_cell(path: Path) -> Cell:
         hot_cold=ours["tables"].get("hot_cold", 0),
         tables=len(document["tables"]),
         setting=f"K={ours['num_micro_batches']}{'' if ours['lookahead'] else ', no lookahead'}",
-        predicted=(errors[stock], errors["ours"]),
+        predicted=(errors[stock], errors["ours"], errors["all_rows"]),
     )
 
 
 def _print(cells: Sequence[Cell]) -> None:
-    head = ("cell", "gain", "by round", "stock ms", "ours ms", "CPU", "CPU ours")
+    head = ("cell", "gain", "by round", "all rows", "stock ms", "ours ms", "CPU", "CPU ours")
     rows = [
         (
             f"{cell.model} {cell.samples} x {cell.dim} at {cell.rate_mbit:g}",
             f"{cell.gain:.2f}",
             f"{cell.gains[0]:.2f}-{cell.gains[1]:.2f}",
+            f"{cell.all_rows_gain:.2f}",
             f"{cell.stock_ms:.1f}",
             f"{cell.ours_ms:.1f}",
             f"{cell.stock_cpu_ms:.1f}",
             f"{cell.ours_cpu_ms:.1f}",
             f"{cell.hot_cold}/{cell.tables}",
             cell.setting,
-            f"{cell.predicted[0]:+.0%}",
-            f"{cell.predicted[1]:+.0%}",
+            *(f"{error:+.0%}" for error in cell.predicted),
         )
         for cell in cells
     ]
-    print_table((*head, "hot/cold", "setting", "stock's price", "our price"), *rows)
+    print_table((*head, "hot/cold", "setting", "price: stock", "ours", "all rows"), *rows)
     below = sum(cell.gain < _EVEN for cell in cells)
     errors = [abs(error) for cell in cells for error in cell.predicted]
     print(
