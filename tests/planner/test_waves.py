@@ -64,8 +64,10 @@ def test_every_module_has_waves_of_its_own() -> None:
     """Tables of two modules never share an exchange, so they do not balance each other."""
 
     def fact(name: str, module: str, dim: int) -> TableInfo:
-        load = TableLoad(name=name, num_embeddings=1000, dim=dim, lookups=64, bags=64)
-        return TableInfo(load=load, module=module)
+        load = TableLoad(
+            name=name, num_embeddings=1000, dim=dim, lookups=64, bags=64, module=module
+        )
+        return TableInfo(load=load)
 
     facts = [fact(n, "user", 8) for n in "ab"] + [fact(n, "item", 16) for n in "cd"]
     decision = decide(

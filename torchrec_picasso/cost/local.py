@@ -113,6 +113,10 @@ class SideCosts:
     input_dist: PhaseCost = field(default_factory=PhaseCost)
     forward: PhaseCost = field(default_factory=PhaseCost)
     backward: PhaseCost = field(default_factory=PhaseCost)
+    step_ms: float = 0.0
+    """What a step costs once, beside tables and dense part: the pipeline's own work, the dense
+    optimizer, waits for small messages; of stock tables per exchange, see
+    :meth:`.StepPricer.sparse_dist`."""
 
 
 # Calibrated with 2 ranks on 2 cores of an Intel Xeon: FP32, row-wise Adagrad, torch 2.13,

@@ -58,6 +58,8 @@ class TableLoad:
     bags: float
     """Bags per rank and step: samples x features; for sequences, the number of lookups."""
     num_features: int = 1
+    module: str = ""
+    """Path of the table's module; its tables share an exchange."""
     spectrum: CountSpectrum | None = None
     """Distribution of lookups over rows; ``None`` = uniform."""
     element_bytes: int = 4

@@ -34,8 +34,10 @@ __all__ = ["Choice", "PricedPlan", "TableInfo", "choose", "price_plan"]
 Forms = Mapping[int, Form]
 """Exchange of each hot/cold table by position; the other tables are stock."""
 
-_STOCK_MARGIN = 0.02
-"""A hot/cold plan is chosen only if its predicted step is shorter than stock by this share."""
+_STOCK_MARGIN, _WORK_MARGIN = 0.03, 0.1
+"""A hot/cold plan is chosen only if its predicted step is shorter than stock's by these shares of
+the step and of its work beside the dense part. Predictions of small steps, which are work, are off
+by 10 % in the median (``benchmarks.small_steps``)."""
 _FORMS_MARGIN = 0.18
 """The same for a mixed plan and the best other plan. The combined work of both exchanges is not
 priced in full: mixed plans of 40 and 130 tables at 1 Gbit/s were predicted to take 0.87 and 0.86 of
@@ -61,7 +63,6 @@ class TableInfo:
     no_bags: str | None = "owner-pooling was not considered"  # the same for owner-pooling
     required: HotColdParams | None = None  # placement in the user's constraints
     stock_types: tuple[str, ...] = ("table_wise", "row_wise")  # allowed ones
-    module: str = ""  # path of the table's module; its tables share an exchange
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -143,7 +144,9 @@ def choose(
         # from the simplest plan to the mixed one, each with its margin
         name = "stock"
         uniform = "rows" if priced_ms["rows"] <= priced_ms["bags"] else "bags"
-        if priced_ms[uniform] <= priced_ms[name] * (1 - _STOCK_MARGIN):
+        stock_work_ms = plans[name].step.compute_ms - pricer.dense.total_ms
+        margin_ms = _STOCK_MARGIN * priced_ms[name] + _WORK_MARGIN * stock_work_ms
+        if priced_ms[uniform] <= priced_ms[name] - margin_ms:
             name = uniform
         if priced_ms["mixed"] <= priced_ms[name] * (1 - _FORMS_MARGIN):
             name = "mixed"
@@ -165,7 +168,10 @@ def price_plan(
     curves, world_size, positions = pricer.curves, pricer.world_size, range(len(works))
     kinds = tuple(None if i in forms else stock_types.get(i) for i in positions)
     # stock tables of one type share their exchanges; those of different types do not
-    stock = StockCost()
+    stock, exchanges = (
+        StockCost(),
+        {(work.load.module, kind) for work, kind in zip(works, kinds) if kind is not None},
+    )
     for kind in sorted({kind for kind in kinds if kind is not None}):
         alike = [work for work, found in zip(works, kinds) if found == kind]
         stock = stock.plus(stock_cost(kind, alike, curves, world_size))
@@ -186,6 +192,8 @@ def price_plan(
         step=pricer.price(
             totals,
             stock,
+            num_stock=len(exchanges),
+            num_modules=len({works[i].load.module for i in forms}),
             num_packs=num_packs(forms),
             uneven_bags=max_over_mean("table_wise", [works[i].load for i in bags], world_size),
             num_bag_waves=len(owner_pooled_waves(num_packs(bags))) or 1,

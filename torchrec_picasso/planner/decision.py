@@ -129,7 +129,7 @@ def _waves(tables: Sequence[TableInfo], choice: Choice, num_waves: int) -> list[
             # cold rows are fetched, gradients of touched hot rows are reduced
             number = load.bags if form == "bags" else split.cold_used + split.hot_touched
             key = pack_key(form, 0, load.dim, load.element_bytes)
-            volumes.setdefault(tables[position].module, {})[position] = (key, number * load.dim)
+            volumes.setdefault(load.module, {})[position] = (key, number * load.dim)
     waves = [0] * len(tables)
     for by_position in volumes.values():
         balanced = balance_waves(list(by_position.values()), num_waves)

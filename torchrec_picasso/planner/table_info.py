@@ -85,7 +85,6 @@ def table_info(
         no_bags=_why_no_bags(options),
         required=required,
         stock_types=() if is_only_hot_cold else _stock_types(options, constrained_types),
-        module=first.path,
     )
 
 
@@ -107,6 +106,7 @@ def _load(
     # stock sequence sharding returns one row per lookup, like a bag of one lookup
     is_pooled = isinstance(config, EmbeddingBagConfig)
     return TableLoad(
+        module=options[0].path,
         name=config.name,
         num_embeddings=config.num_embeddings,
         dim=config.embedding_dim,

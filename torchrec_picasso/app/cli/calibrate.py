@@ -17,6 +17,7 @@ from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.runs.dense_probe import measure_dense
 from torchrec_picasso.app.runs.local_probe import PROBES, measure_local_costs
+from torchrec_picasso.app.runs.step_probe import with_step_costs
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import COLLECTIVES
 from torchrec_picasso.cost.local import PHASES
@@ -81,7 +82,7 @@ def calibrate_on_rank(
     if torch.cuda.is_available() and "nccl" in dist.get_backend(pg):
         device = torch.device("cuda", torch.cuda.current_device())
     points = num_points(world_size, max_bytes)
-    points += len(PROBES) * with_local + (config is not None)
+    points += (len(PROBES) + 1) * with_local + (config is not None)
     progress = Progress("calibrate", points, shown=rank == 0)
 
     def advance(point: str) -> None:
@@ -102,7 +103,9 @@ def calibrate_on_rank(
     if with_local:
         progress.tell("local work")
         local = measure_local_costs(device, progress.advance)
-        curves = dataclasses.replace(curves, local=local)
+        progress.tell("whole steps")
+        curves = with_step_costs(dataclasses.replace(curves, local=local), device)
+        progress.advance()
     if config is not None:
         advance("dense part")
         curves = dataclasses.replace(curves, dense=measure_dense(config, device))
@@ -136,7 +139,7 @@ def print_curves(curves: CommCurves) -> None:
         )
         print(
             f"    {side:<10}{cells}; input_dist {costs.input_dist.lookup_ns:.0f} ns per lookup; "
-            f"update {costs.backward.update_ns:.0f} ns per row"
+            f"update {costs.backward.update_ns:.0f} ns per row; {costs.step_ms:.1f} ms per step"
         )
     measured = "measured" if curves.wire_core_ns is not None else "assumed"
     print(f"  a byte on the wire takes {curves.core_ns_per_byte:.2f} ns of a core ({measured})")

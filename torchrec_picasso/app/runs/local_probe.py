@@ -83,9 +83,8 @@ def measure_local_costs(
     for placement, results in measured.items():
         works, times = zip(*results)
         phases_ms = [[ms * slowdown for ms in phase_ms] for phase_ms in zip(*times)]
-        costs[placement] = SideCosts(
-            **{phase: PhaseCost.fit(works, ms) for phase, ms in zip(PHASES, phases_ms)}
-        )
+        input_dist, forward, backward = (PhaseCost.fit(works, ms) for ms in phases_ms)
+        costs[placement] = SideCosts(input_dist=input_dist, forward=forward, backward=backward)
     return LocalCosts(hot_cold=costs["hot_cold"], stock=costs["table_wise"], measured=True)
 
 
