@@ -107,9 +107,9 @@ def test_a_rank_whose_data_has_ended_goes_on_with_empty_batches(case: Any) -> No
     compare_runs(by_rank, case, (name, counts))
 
 
-def _epochs(rank: int, world_size: int) -> dict[str, Run]:
+def _epochs(rank: int, world_size: int, name: str) -> dict[str, Run]:
     """Training with 3 and 1 batches, evaluation with 1 and 2, training with 2 and 2."""
-    job = JOBS["waves"]
+    job = JOBS[name]
     epochs = [(True, (3, 1)), (False, (1, 2)), (True, (2, 2))]
     results = {}
     for kind in ("plain", "interleaved"):
@@ -128,15 +128,16 @@ def _epochs(rank: int, world_size: int) -> dict[str, Run]:
     return results
 
 
-def test_uneven_epochs_of_training_and_evaluation() -> None:
-    by_rank = run_ranks(_epochs, 2, timeout_s=60)
+@pytest.mark.parametrize("name", ["waves", "stock"])
+def test_uneven_epochs_of_training_and_evaluation(name: str) -> None:
+    by_rank = run_ranks(_epochs, 2, name, timeout_s=60)
     assert len(by_rank[0]["plain"][1]) == 3 + 2 + 2
     compare_runs(by_rank, "interleaved", "plain")
 
 
-def _stop_together(rank: int, world_size: int) -> dict[str, Run]:
+def _stop_together(rank: int, world_size: int, name: str) -> dict[str, Run]:
     """Ranks have 5 and 3 batches, then 2 and 3 more."""
-    job = JOBS["hot_cold"]
+    job = JOBS[name]
     first, second = (range(5), range(10, 12)) if rank == 0 else (range(3), range(10, 13))
     model = build(job, rank, world_size)
     pipeline = pipeline_of(model, num_micro_batches=2, execute_all_batches=False)
@@ -153,8 +154,9 @@ def _stop_together(rank: int, world_size: int) -> dict[str, Run]:
     return results
 
 
-def test_ranks_stop_together_where_not_all_batches_are_executed() -> None:
-    by_rank = run_ranks(_stop_together, 2, timeout_s=60)
+@pytest.mark.parametrize("name", ["hot_cold", "stock"])
+def test_ranks_stop_together_where_not_all_batches_are_executed(name: str) -> None:
+    by_rank = run_ranks(_stop_together, 2, name, timeout_s=60)
     assert len(by_rank[0]["interleaved"][1]) == 4
     compare_runs(by_rank, "interleaved", "plain")
 

@@ -76,9 +76,21 @@ def _interrupted(rank: int, world_size: int) -> dict[str, Any]:
     return {"said": said, "frame": reports.to_frame(), "watched": is_watched()}
 
 
+def _stock(rank: int, world_size: int) -> list[StepReport]:
+    """No table is hot/cold, and the last step is one of a rank without data."""
+    job = Job(placement={"*": "table_wise"}, tables=PLAIN, batch_sizes=(16, 9))
+    reports = StepReports()
+    pipeline = pipeline_of(build(job, rank, world_size), on_step=reports)
+    batches = iter(batches_of(job, rank, range(3 - rank)))
+    for _ in range(3):
+        pipeline.progress(batches)
+    return reports.reports
+
+
 def _run(rank: int, world_size: int) -> dict[Any, dict[str, Any]]:
     found: dict[Any, dict[str, Any]] = {of: _watched(rank, world_size, of) for of in SETTINGS}
     found["interrupted"] = _interrupted(rank, world_size)
+    found["stock"] = {"reports": _stock(rank, world_size)}
     return found
 
 
@@ -102,6 +114,15 @@ def test_figures_are_right(setting: tuple[int, bool]) -> None:
         assert frame["peak_bytes"].is_monotonic_increasing
         assert frame["peak_bytes"].min() > 1 << 26  # torch alone takes as much
         assert frame["num_moved"].sum() == 0
+
+
+def test_steps_without_hot_cold_tables_are_reported() -> None:
+    samples = ([16, 16, 16], [9, 9, 0])
+    for found, expected in zip(run_once(_run, 2), samples, strict=True):
+        reports = found["stock"]["reports"]
+        assert [report.num_samples for report in reports] == expected
+        assert {report.coverage for report in reports} == {None}
+        assert min(report.sent_bytes for report in reports) > 0
 
 
 def test_only_trained_steps_are_reported() -> None:
