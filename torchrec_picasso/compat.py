@@ -15,14 +15,6 @@ from importlib import metadata
 
 from torchrec_picasso.errors import VersionError
 
-__all__ = [
-    "FBGEMM_OF_TORCH",
-    "SUPPORTED_TORCH",
-    "check_installed",
-    "installed_versions",
-    "why_not_together",
-]
-
 FBGEMM_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8", "2.14": "1.9", "2.15": None}
 """FBGEMM's minor release by torch's; ``None`` = not released when this was written."""
 

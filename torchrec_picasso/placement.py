@@ -19,8 +19,6 @@ from torchrec.distributed.types import CacheParams, ShardingType
 
 from torchrec_picasso.errors import PlanError
 
-__all__ = ["SHARDING_TYPE_OF", "Form", "HotColdParams", "owner_pooled_waves", "pack_key"]
-
 Form = Literal["rows", "bags"]
 """Exchange of a table: ``"rows"`` = row-exchanged, distinct rows are sent and pooled on the rank of
 the batch; ``"bags"`` = owner-pooled, the home rank of the table sends one vector per bag. The name

@@ -23,8 +23,6 @@ from torchrec_picasso.batches.split import num_samples, reason_of
 from torchrec_picasso.errors import CompatError, PicassoError
 from torchrec_picasso.exchange.agreement import Gathered
 
-__all__ = ["BatchFeed", "Fetched", "SplitBatch", "empty_batch", "find_data"]
-
 SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
 """Splits a batch into micro-batches of given sizes."""
 

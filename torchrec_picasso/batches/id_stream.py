@@ -21,8 +21,6 @@ from torch import Tensor
 from torchrec_picasso._torchrec import wait_for_batch
 from torchrec_picasso.batches.members import children_of
 
-__all__ = ["IdStream"]
-
 
 class IdStream:
     """The stream of ids, and the stream that copies batches."""

@@ -21,8 +21,6 @@ from torchrec_picasso.batches.members import JAGGED_TYPES, children_of, made_lik
 from torchrec_picasso.batches.split import PLAIN_TYPES
 from torchrec_picasso.errors import CompatError, InputError
 
-__all__ = ["join_outputs"]
-
 JOIN_ADVICE = (
     "give the pipeline join_outputs=, a function (outputs_K, sizes_K) -> output of the whole batch"
 )

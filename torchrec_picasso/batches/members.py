@@ -20,8 +20,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from torchrec_picasso.errors import CompatError
 
-__all__ = ["JAGGED_TYPES", "arguments_of", "children_of", "copy_batch", "made_like", "rebuild"]
-
 JAGGED_TYPES = (KeyedJaggedTensor, JaggedTensor)
 """Types that hold lookups; a JaggedTensor is stored as the lookups of one feature."""
 

@@ -23,19 +23,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec_picasso.batches.members import JAGGED_TYPES, children_of, made_like, rebuild
 from torchrec_picasso.errors import CompatError, InputError
 
-__all__ = [
-    "PLAIN_TYPES",
-    "children_of",
-    "count_samples",
-    "FEWEST_SAMPLES",
-    "micro_batch_sizes",
-    "num_samples",
-    "reason_of",
-    "rebuild",
-    "split_batch",
-    "split_output",
-]
-
 PLAIN_TYPES = (type(None), str, bytes, Number, Enum, torch.device, torch.dtype, torch.Size)
 """Types without samples: every micro-batch gets the value unchanged."""
 

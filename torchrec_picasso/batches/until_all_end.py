@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torchrec_picasso.batches.feed import SplitBatch, empty_batch, find_data, share_empty_batch
 from torchrec_picasso.exchange.agreement import Gathered
 
-__all__ = ["UntilAllEnd"]
-
 
 class UntilAllEnd(Iterator[Any]):
     """Yields the batches of an iterator, on the host.

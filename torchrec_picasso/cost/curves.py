@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-__all__ = ["COLLECTIVES", "CommCurves", "Curve", "read"]
-
 COLLECTIVES = ("all_to_all", "row_exchange", "all_reduce", "reduce_scatter", "all_gather")
 """Names of the measured collectives. ``row_exchange`` is this package's all-to-all, see
 :mod:`torchrec_picasso.exchange.all_to_all`."""

@@ -14,14 +14,6 @@ from torchrec_picasso.cost.local import LocalCosts, LocalWork
 from torchrec_picasso.cost.table_work import Summable, TableWork
 from torchrec_picasso.placement import Form
 
-__all__ = [
-    "ExchangeTimes",
-    "HotColdTotals",
-    "exchange_bytes",
-    "exchange_times",
-    "hot_cold_memory_bytes",
-]
-
 _WORD_BYTES = 8
 _WORD_BITS = 64
 _FLAGS = 3  # words of the header that are no counts

@@ -19,8 +19,6 @@ import numpy as np
 
 from torchrec_picasso.errors import PicassoError
 
-__all__ = ["PHASES", "DenseTimes", "LocalCosts", "LocalWork", "PhaseCost", "SideCosts"]
-
 PHASES = ("input_dist", "forward", "backward")
 """Phases of a step, in order; ``backward`` includes the update of the tables."""
 

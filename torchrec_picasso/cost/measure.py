@@ -22,8 +22,6 @@ from torchrec_picasso.cost.curves import COLLECTIVES, CommCurves, Curve
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange.all_to_all import start_all_to_all
 
-__all__ = ["Measurement", "num_points"]
-
 _BYTES_PER_FLOAT = 4
 _MIN_BYTES, _GROWTH = 4 << 10, 4
 _MIN_SIZES = 2  # a slope needs two points

@@ -17,8 +17,6 @@ from torchrec_picasso.errors import PlanError
 from torchrec_picasso.schedule.kinds import KINDS, Op
 from torchrec_picasso.schedule.schedule import Schedule, Setting, training_schedule
 
-__all__ = ["Message", "OpTime", "StepPrice", "step_price"]
-
 _STEPS = 4
 """Number of simulated steps; the duration is the mean of the last two."""
 

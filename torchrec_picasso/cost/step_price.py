@@ -26,8 +26,6 @@ from torchrec_picasso.cost.stock import StockCost
 from torchrec_picasso.schedule.schedule import Setting, backward_order
 from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
 
-__all__ = ["StepPricer"]
-
 _PART_MS = 2.5
 _PART_FEATURE_MS = 0.09
 """Overhead of each additional micro-batch, and per feature: operators of the dense part and of

@@ -18,8 +18,6 @@ from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalWork
 from torchrec_picasso.cost.table_work import Summable, TableLoad, TableWork
 
-__all__ = ["STOCK_TYPES", "StockCost", "marginal_stock_costs", "max_over_mean", "stock_cost"]
-
 STOCK_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 """TorchRec sharding types with a cost model."""
 

@@ -19,9 +19,6 @@ import numpy as np
 
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 
-__all__ = ["HotSplit", "Summable", "TableLoad", "TableWork"]
-
-
 _T = TypeVar("_T", bound="Summable")
 
 

@@ -20,8 +20,6 @@ import torch.distributed as dist
 from torchrec_picasso.exchange.all_to_all import new_gloo_group
 from torchrec_picasso.exchange.waiting import Pending, note_sent, wait_for
 
-__all__ = ["Agreement", "Flags", "Gathered", "agree_on"]
-
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """The gloo group for the flags of a process group, with equal ranks and timeout."""
 

@@ -45,8 +45,6 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.waiting import Pending, note_sent
 
-__all__ = ["connect", "let_training_go_first", "new_gloo_group", "start_all_to_all"]
-
 _THREAD_NAME = "gloo_tcp_loop"
 _NICE = 5
 """A higher value frees more of the core, but leaves the link idle where communication dominates."""

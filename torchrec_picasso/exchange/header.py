@@ -23,8 +23,6 @@ from torch import Tensor
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.exchange.waiting import wait_for
 
-__all__ = ["Header", "HeaderExchange", "HeaderWords", "ReceivedWords", "RouteWords"]
-
 _NUM_OWN_WORDS = 3
 """Outside ids, bad weights, and the state: the bits that follow, then the number of rows."""
 _HAS_DATA, _BAD_LENGTHS, _LOOKS_UP_NOTHING, _STATES = 1, 2, 4, 8

@@ -24,8 +24,6 @@ from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.exchange.waiting import wait_for
 from torchrec_picasso.ops.streams import keep_for_current_stream
 
-__all__ = ["HotReduction", "PackedAllToAll", "Payload"]
-
 
 class Payload(NamedTuple):
     """The share of one pack, or of one pack and chunk, in an all-to-all.

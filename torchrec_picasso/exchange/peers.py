@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from torchrec_picasso.errors import PeerError
 
-__all__ = ["Peers"]
-
 _PREFIX = "picasso/failed/"
 _GRACE_S = 1.0  # for entries of peers whose exchanges broke as well
 _POLL_S = 0.02

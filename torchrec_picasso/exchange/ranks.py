@@ -22,8 +22,6 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.all_to_all import start_all_to_all
 from torchrec_picasso.exchange.waiting import Pending, note_all_reduce
 
-__all__ = ["Ranks"]
-
 _PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -16,20 +16,6 @@ from typing import Protocol
 
 import torch.autograd.profiler as autograd_profiler
 
-__all__ = [
-    "OP_RANGE",
-    "STEP_RANGE",
-    "WAIT_RANGE",
-    "Pending",
-    "WireTally",
-    "is_watched",
-    "named_range",
-    "note_all_reduce",
-    "note_sent",
-    "tallied",
-    "wait_for",
-]
-
 WAIT_RANGE, STEP_RANGE, OP_RANGE = "picasso wait", "picasso step", "picasso op"
 """First words of the names of the profiler ranges of waits, of steps and of operations."""
 

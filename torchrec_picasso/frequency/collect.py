@@ -25,11 +25,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.errors import InputError, PlanError, first_line
 from torchrec_picasso.frequency.counts import ModelTable
 
-__all__ = [
-    *("CHUNK_ROWS", "batch_features", "batch_ids", "chunk_ids", "model_tables", "read_chunks"),
-    "table_configs",
-]
-
 CHUNK_ROWS = 1 << 18
 """Samples per chunk of a file: 2 MiB per column of int64."""
 _LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)

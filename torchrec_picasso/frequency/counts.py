@@ -25,8 +25,6 @@ from torch import Tensor
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 
-__all__ = ["MAX_ROWS_COUNTED", "LookupCounter", "ModelTable", "TableCounts"]
-
 MAX_ROWS_COUNTED = 1 << 20
 """Default number of rows of a large table with a count of their own: 16 MiB."""
 

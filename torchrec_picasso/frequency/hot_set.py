@@ -17,8 +17,6 @@ from torch import Tensor
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency.stats import FrequencyStats
 
-__all__ = ["select_hot_rows"]
-
 
 def select_hot_rows(
     tables: Mapping[str, int],

@@ -23,8 +23,6 @@ import torch
 from torchrec_picasso.errors import InputError, first_line
 from torchrec_picasso.frequency.counts import TableCounts
 
-__all__ = ["read_tables", "write_tables"]
-
 _METADATA_KEY = b"torchrec_picasso.frequency_stats"
 _SCHEMA = pa.schema([("table", pa.string()), ("row", pa.int64()), ("count", pa.int64())])
 _MAX_TOTAL = 1 << 53  # lookups that a float64 holds exactly

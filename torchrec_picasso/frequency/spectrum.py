@@ -26,8 +26,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["CountSpectrum"]
-
 _EXACT_UP_TO = 1e6
 """Number of lookups up to which differences of log-gammas have enough digits."""
 _INDEPENDENT_WITHIN, _SIGMAS = 0.01, 2.0

@@ -37,8 +37,6 @@ from torchrec_picasso.frequency.parquet import read_tables, write_tables
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["FrequencyStats"]
-
 _MEASURED_BATCHES = 16
 """Number of first batches whose distinct rows are counted per batch."""
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Bags", "incoming_bag_order", "bag_order", "reorder_bags"]
-
 
 @dataclass(frozen=True)
 class Bags:

@@ -27,8 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["HotSlots", "IdSpace", "PackedTable", "pack_bits", "shift_rows", "table_bases"]
-
 _WORD_BYTES = 8
 _UNSIGNED = {torch.int32: np.uint32, torch.int64: np.uint64}
 

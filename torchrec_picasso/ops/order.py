@@ -22,16 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "UniqueRows",
-    "first_of_runs",
-    "is_intel",
-    "nonzero_indices",
-    "sort_with_tags",
-    "stable_order",
-    "unique_rows",
-]
-
 _LEAST_RADIX = 1 << 15
 """torch sorts at least so many integers by radix, fewer by comparison."""
 _RADIX_KEYS = {2**8: torch.uint8, 2**15: torch.int16}

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from torchrec_picasso.ops.ids import PackedTable
 
-__all__ = ["PackPlan"]
-
 _BY_MATRIX = ("dim_M", "features_M", "mean_MF", "is_sequence_M", "module_M")
 
 

@@ -31,8 +31,6 @@ from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import LocatedRows
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
 
-__all__ = ["BatchCut", "count_lookups", "cut_pooling", "part_of_lookup"]
-
 Counts = Sequence[Sequence[int]]
 
 

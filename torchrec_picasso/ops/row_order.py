@@ -35,18 +35,6 @@ from torch import Tensor
 from torchrec_picasso.ops.ids import HotSlots, IdSpace
 from torchrec_picasso.ops.order import UniqueRows, stable_order
 
-__all__ = [
-    "CLEAN",
-    "ExchangeSplits",
-    "FetchOrder",
-    "LocatedRows",
-    "dirty_exchange",
-    "fetch_positions",
-    "find_fetch_order",
-    "first_use_chunks",
-    "locate_rows",
-]
-
 CLEAN = 0
 """Number of the exchange of all clean rows in fetch order."""
 

@@ -17,18 +17,6 @@ from torch import Tensor
 
 from torchrec_picasso.ops.order import first_of_runs, nonzero_indices, sort_with_tags
 
-__all__ = [
-    "PoolingIndex",
-    "bag_of_lookup",
-    "gather_sum",
-    "gradient_of_rows",
-    "gradient_of_weights",
-    "mean_scale",
-    "mean_weights",
-    "pool_rows",
-    "sum_by_row",
-]
-
 _LARGEST_INT32 = 2**31 - 1
 _MEAN_EPS = 1e-6
 """Added to the divisor of a weighted mean, as in TorchRec's row-wise mean pooling."""

@@ -13,8 +13,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["WriteOrder", "keep_for_current_stream"]
-
 _Optional = TypeVar("_Optional", Tensor, Tensor | None)
 
 

@@ -29,8 +29,6 @@ from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.placement import Form, HotColdParams, owner_pooled_waves, pack_key
 from torchrec_picasso.storage.exactness import Refusal
 
-__all__ = ["Choice", "PricedPlan", "TableInfo", "choose", "price_plan"]
-
 Forms = Mapping[int, Form]
 """Exchange of each hot/cold table by position; the other tables are stock."""
 

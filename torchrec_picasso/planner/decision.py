@@ -25,8 +25,6 @@ from torchrec_picasso.planner.choice import Choice, TableInfo, choose
 from torchrec_picasso.planner.home_blocks import HomeBlocks, RowLoads, balance_homes
 from torchrec_picasso.schedule.setting_choice import pieces_for
 
-__all__ = ["Decision", "balance_waves", "decide"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Decision(Choice):

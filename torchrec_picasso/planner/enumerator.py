@@ -32,8 +32,6 @@ from torchrec_picasso.planner.hot_options import TablePath, by_table
 from torchrec_picasso.planner.refusals import check_request
 from torchrec_picasso.planner.table_info import assumed_curves, dense_bytes_of, table_info
 
-__all__ = ["HotColdEnumerator"]
-
 
 class HotColdEnumerator(EmbeddingEnumerator):
     """Enumerates sharding options; hot/cold tables get only hot/cold options.

@@ -10,8 +10,6 @@ from torchrec_picasso.planner.decision import Decision
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["explain", "summarize", "why_nothing_is_hot_cold"]
-
 
 def explain(decision: Decision) -> pd.DataFrame:
     """Returns the placement of each table, and the reason: one line per table, in model order.

@@ -22,8 +22,6 @@ from itertools import pairwise
 
 import numpy as np
 
-__all__ = ["HomeBlocks", "RowLoads", "balance_homes", "even_blocks", "filled_blocks"]
-
 _EVENNESS = 0.02
 """Additional load of all rows of a table, relative to its load: no rank gets more than about 51
 times the mean of a table's rows."""

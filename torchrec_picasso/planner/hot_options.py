@@ -24,12 +24,6 @@ from torchrec_picasso.placement import SHARDING_TYPE_OF, Form, HotColdParams
 from torchrec_picasso.planner.home_blocks import filled_blocks
 from torchrec_picasso.storage.exactness import HOT_COLD_KERNELS
 
-__all__ = [
-    *("TablePath", "add_replica_storage", "by_table", "cut_home_blocks"),
-    *("explain_shortage", "hot_cold_options", "offered_options", "optimizer_class"),
-    *("price_options", "replica_budget_bytes", "replica_bytes"),
-]
-
 TablePath = tuple[str, str]
 """Path of the module, name of the table."""
 

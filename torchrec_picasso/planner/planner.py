@@ -39,8 +39,6 @@ from torchrec_picasso.planner.hot_options import explain_shortage
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["HotColdPlanner", "hot_cold_planner"]
-
 _LOGGER = logging.getLogger("torchrec_picasso.planner")
 
 

@@ -20,8 +20,6 @@ from torchrec_picasso.planner.hot_options import TablePath
 from torchrec_picasso.planner.table_info import NOT_OFFERED
 from torchrec_picasso.storage.exactness import HOT_COLD_KERNELS
 
-__all__ = ["check_request"]
-
 
 def check_request(
     options_by_path: Mapping[TablePath, Sequence[ShardingOption]],

@@ -41,8 +41,6 @@ from torchrec_picasso.storage.exactness import (
     why_not_its_rows,
 )
 
-__all__ = ["NOT_OFFERED", "assumed_curves", "dense_bytes_of", "table_info"]
-
 NOT_OFFERED = Refusal(
     what="its sharder or its constraints do not allow hot/cold",
     instead="allow row_wise with kernel fused",

@@ -21,8 +21,6 @@ from torchrec_picasso.proof.values import (
 )
 from torchrec_picasso.proof.watch import current_line
 
-__all__ = ["RULES", "Call", "Operand", "Rule", "rule"]
-
 
 @dataclass(frozen=True)
 class Operand:

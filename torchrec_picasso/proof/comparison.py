@@ -32,15 +32,6 @@ from torchrec_picasso.batches.split import children_of
 from torchrec_picasso.proof.content import random_states
 from torchrec_picasso.proof.dense_part import MODULE_ATTRIBUTES, dense_modules
 
-__all__ = [
-    "StillRandomness",
-    "Tolerance",
-    "difference_of",
-    "difference_of_outputs",
-    "difference_of_states",
-    "state_of",
-]
-
 # -- random layers -------------------------------------------------------------------------------
 
 aten = torch.ops.aten

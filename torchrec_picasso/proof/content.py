@@ -27,21 +27,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchrec_picasso.batches.split import PLAIN_TYPES
 
-__all__ = [
-    "ATOMS",
-    "CONTAINERS",
-    "NOTHING",
-    "Kept",
-    "closure_of",
-    "held_by",
-    "is_class_statement",
-    "is_plain_object",
-    "random_states",
-    "restored_randomness",
-    "settings",
-    "why_disturbed",
-]
-
 NOTHING = object()
 """Stands for a name or a key that is not there."""
 CONTAINERS: tuple[Any, ...] = (dict, list, set, deque)

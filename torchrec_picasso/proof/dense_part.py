@@ -14,18 +14,6 @@ from torchrec.distributed.types import ShardedModule
 
 from torchrec_picasso.proof.content import CONTAINERS, Kept, restored_randomness
 
-__all__ = [
-    "MODULE_ATTRIBUTES",
-    "accumulation_hooks",
-    "backward_steps",
-    "copy_model",
-    "dense_modules",
-    "dense_parameters",
-    "outside_of_sharded",
-    "why_parameter_hooked",
-    "without_a_trace",
-]
-
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every ``nn.Module`` has."""
 

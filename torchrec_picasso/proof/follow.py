@@ -16,8 +16,6 @@ from torchrec_picasso.proof.call import RULES, Call, Operand
 from torchrec_picasso.proof.values import SAME, Kind, Sizes, UnprovedError, Value
 from torchrec_picasso.proof.watch import current_line
 
-__all__ = ["Follower"]
-
 _ASKING = frozenset(
     (
         *("size", "sym_size", "stride", "sym_stride", "numel", "sym_numel", "storage_offset"),

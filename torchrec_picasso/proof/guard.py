@@ -47,8 +47,6 @@ from torchrec_picasso.proof.watch import (
     writes_attributes,
 )
 
-__all__ = ["Guard"]
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Attributes of a module that hold hooks; ``torch.nn.modules.module`` has those on all modules."""
 _ADVICE = "it would run once per micro-batch"

@@ -16,8 +16,6 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.proof.follow import Follower
 from torchrec_picasso.proof.values import SAME, SAMPLES, Kind, Sizes, UnprovedError, Value
 
-__all__ = ["Inputs", "form_of", "types_in"]
-
 
 class Inputs:
     """Makes values without data that have the structure of given values.

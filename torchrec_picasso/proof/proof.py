@@ -43,8 +43,6 @@ from torchrec_picasso.proof.inputs import Inputs
 from torchrec_picasso.proof.values import SAMPLES, Kind, Sizes, UnprovedError, is_symbolic
 from torchrec_picasso.proof.watch import Watch
 
-__all__ = ["Given", "Proof", "prove"]
-
 
 @dataclass(frozen=True)
 class Given:

@@ -19,8 +19,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-__all__ = ["SAMPLES", "SAME", "Kind", "Sizes", "UnprovedError", "Value", "is_symbolic", "plain"]
-
 SAMPLES = "samples"
 """Name of the rows of which a batch has one per sample; other rows are a feature's lookups."""
 

@@ -19,18 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from torchrec_picasso.proof.values import UnprovedError, is_symbolic
 
-__all__ = [
-    "Watch",
-    "current_line",
-    "foreign_module",
-    "globals_in",
-    "is_users",
-    "is_users_module",
-    "refusals_of",
-    "why_builtin_refused",
-    "writes_attributes",
-]
-
 # -- whose code ----------------------------------------------------------------------------------
 
 _TRUSTED = frozenset(

@@ -21,8 +21,6 @@ from torchrec_picasso.rows.request import RowLayout
 from torchrec_picasso.rows.route import IncomingRequests, PackLayout
 from torchrec_picasso.storage.hot_homes import TouchedHot
 
-__all__ = ["BatchGradients", "update_rows"]
-
 
 class BatchGradients:
     """Gradients of one batch in one backward."""

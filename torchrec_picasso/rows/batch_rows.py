@@ -25,8 +25,6 @@ from torchrec_picasso.rows.request import RowLayout
 from torchrec_picasso.rows.route import Pooling
 from torchrec_picasso.storage.row_storage import RowStorage
 
-__all__ = ["BatchRows", "GradientSink", "PartRows"]
-
 GradientSink = Callable[[Sequence[Tensor]], None]
 """Receives the gradients of a micro-batch's rows, by matrix; must not keep those rows alive."""
 

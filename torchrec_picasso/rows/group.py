@@ -30,8 +30,6 @@ from torchrec_picasso.rows.route import Route
 from torchrec_picasso.rows.row_route import RowRoute
 from torchrec_picasso.storage.row_storage import RowStorage
 
-__all__ = ["ROUTES", "Matrices", "RowBuffers", "RowGroup"]
-
 ROUTES: Mapping[str, type[Route]] = {route.name: route for route in (RowRoute, PooledRoute)}
 """Routes by name; a group's packs, and the features of a batch, are in this order."""
 

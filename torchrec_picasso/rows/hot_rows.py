@@ -22,8 +22,6 @@ from torchrec_picasso.rows.refresh_policy import Refresh
 from torchrec_picasso.rows.route import Route
 from torchrec_picasso.storage.hot_homes import HotHomes
 
-__all__ = ["Census", "CountedRoute", "SavedUses", "choose_swaps"]
-
 _LEAST_USES = 1.0
 """Smallest access count of a candidate: rarer rows would enter by noise."""
 

@@ -53,8 +53,6 @@ from torchrec_picasso.rows.route import (
 from torchrec_picasso.storage.hot_homes import TouchedHot
 from torchrec_picasso.storage.row_storage import RowStorage
 
-__all__ = ["PooledRoute"]
-
 _WEIGHTS_LEFT = (
     "per-sample weights changed between the input dist and the lookup (as by a feature processor), "
     "but some tables are hot/cold with form='bags', whose homes have the weights by then; use "

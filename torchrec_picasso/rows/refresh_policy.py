@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["Refresh"]
-
 _NULL_MEANS_A_DEFAULT = ("half_life_steps", "check_steps")
 _WHOLE = ("every_steps", "check_steps")
 _AT_LEAST = {"every_steps": 1, "deviations": 0, "check_steps": 1, "coverage_kept": 0}

@@ -17,8 +17,6 @@ from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.hot_rows import CountedRoute, SavedUses
 from torchrec_picasso.rows.refresh_policy import Refresh
 
-__all__ = ["Refreshed", "Refresher"]
-
 _log = logging.getLogger(__name__)
 
 

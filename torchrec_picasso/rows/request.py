@@ -28,8 +28,6 @@ from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.route import PackLayout, Pooling
 from torchrec_picasso.rows.valid_features import are_bad, padded, raise_on_bad_input
 
-__all__ = ["RowLayout", "RowRequest", "with_new_layout"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:

@@ -29,15 +29,6 @@ from torchrec_picasso.ops.row_order import ExchangeSplits, FetchOrder
 from torchrec_picasso.storage.hot_homes import TouchedHot
 from torchrec_picasso.storage.row_storage import RowStorage
 
-__all__ = [
-    "IncomingRequests",
-    "PackLayout",
-    "Pooling",
-    "Route",
-    "RouteLayout",
-    "RouteRequest",
-]
-
 
 @dataclass(eq=False, repr=False)
 class Route(ABC):

@@ -62,8 +62,6 @@ from torchrec_picasso.rows.route import (
 from torchrec_picasso.storage.hot_homes import TouchedHot
 from torchrec_picasso.storage.row_storage import RowStorage
 
-__all__ = ["RowRoute"]
-
 
 class RowRoute(Route):
     """Tables whose distinct rows travel. Arguments as for :class:`Route`."""

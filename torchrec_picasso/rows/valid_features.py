@@ -28,18 +28,6 @@ from torchrec_picasso.errors import InputError
 from torchrec_picasso.exchange.header import Header
 from torchrec_picasso.ops.ids import PackedTable
 
-__all__ = [
-    "RepairedFeatures",
-    "are_bad",
-    "length_error",
-    "like",
-    "padded",
-    "raise_on_bad_input",
-    "valid_features",
-    "with_own_weights",
-    "with_weights",
-]
-
 _Kind = TypeVar("_Kind", bound=KeyedJaggedTensor)
 
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from torchrec_picasso.errors import PlanError
 
-__all__ = ["AFTER", "KINDS", "NEXT", "OF_BATCH", "THIS", "Kind", "Need", "Op"]
-
 THIS, NEXT, AFTER = 0, 1, 2
 """Batches that a step works on."""
 OF_BATCH = ("", " of the next batch", " of the batch after")

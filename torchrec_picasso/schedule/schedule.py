@@ -30,20 +30,6 @@ from torchrec_picasso.schedule.kinds import AFTER, KINDS, NEXT, OF_BATCH, THIS, 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "NUM_BATCHES",
-    "OF_BATCH",
-    "Op",
-    "Schedule",
-    "Setting",
-    "backward_order",
-    "evaluation_schedule",
-    "first_batch_schedule",
-    "is_depth_first",
-    "second_batch_schedule",
-    "training_schedule",
-]
-
 NUM_BATCHES = len(OF_BATCH)
 """Number of batches that a step works on."""
 

@@ -25,15 +25,6 @@ import torch.distributed as dist
 
 from torchrec_picasso.schedule.schedule import Setting
 
-__all__ = [
-    "NUM_MICRO_BATCHES",
-    "NUM_STEPS",
-    "SettingChoice",
-    "StepClock",
-    "candidates",
-    "pieces_for",
-]
-
 _log = logging.getLogger(__name__)
 
 NUM_MICRO_BATCHES = (1, 2, 4, 8, 16)

@@ -33,8 +33,6 @@ from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
 
-__all__ = ["RecordLookup", "begin_batch", "lookup_tracker", "row_tracker"]
-
 RecordLookup = Callable[..., None]
 """The bound method ``ModelDeltaTrackerTrec.record_lookup`` of a tracker."""
 

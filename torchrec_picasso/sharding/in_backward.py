@@ -42,8 +42,6 @@ from torchrec_picasso.sharding.delta_tracker import RecordLookup, row_tracker
 from torchrec_picasso.sharding.later import Later
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
 
-__all__ = ["HotColdPooledLookup", "HotColdSequenceLookup", "RequestDist"]
-
 
 class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
     """Requests a batch's rows from their home ranks, as one micro-batch and without lookahead."""

@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin
 
-__all__ = ["Later", "LaterByKey"]
-
 
 class Later(LazyAwaitable[Any]):
     """The result of a function, which runs when somebody waits for it or first uses it."""

@@ -27,8 +27,6 @@ from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.sharding.later import Later
 
-__all__ = ["HotColdOutputDist"]
-
 
 class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Tensor]):
     """Turns fetched rows into a module's output."""

@@ -21,8 +21,6 @@ from torchrec_picasso.sharding.later import LaterByKey
 from torchrec_picasso.sharding.sharded_module import GROUP, HotColdModule, is_hot_cold
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
-__all__ = ["ShardedHotColdEmbeddingBagCollection"]
-
 _POOLED_BY_PARTS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
 """Placements for which TorchRec divides mean-pooled outputs after the exchange."""
 

@@ -29,8 +29,6 @@ from torchrec_picasso.sharding.later import Later
 from torchrec_picasso.sharding.sharded_module import GROUP, HotColdModule
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
-__all__ = ["ShardedHotColdEmbeddingCollection", "spread_sequences"]
-
 
 class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollection):
     """TorchRec's sharded module with one more way to shard a table.

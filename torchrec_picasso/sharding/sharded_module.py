@@ -32,8 +32,6 @@ from torchrec_picasso.rows.valid_features import valid_features, with_weights
 from torchrec_picasso.sharding.delta_tracker import lookup_tracker
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
-__all__ = ["GROUP", "HotColdModule", "HotRowRefresher", "is_hot_cold"]
-
 GROUP = "hot_cold"
 """The key of hot/cold tables in TorchRec's dictionary of tables by sharding type."""
 

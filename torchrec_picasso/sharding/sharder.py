@@ -29,12 +29,6 @@ from torchrec_picasso.sharding.sharded_ebc import ShardedHotColdEmbeddingBagColl
 from torchrec_picasso.sharding.sharded_ec import ShardedHotColdEmbeddingCollection
 from torchrec_picasso.storage.exactness import why_not_its_rows
 
-__all__ = [
-    "HotColdEmbeddingBagCollectionSharder",
-    "HotColdEmbeddingCollectionSharder",
-    "HotColdFeatureProcessedEmbeddingBagCollectionSharder",
-]
-
 
 class _HotColdSharder:
     """Shards a collection of tables into this package's module; beside TorchRec's sharder."""

@@ -43,8 +43,6 @@ from torchrec_picasso.sharding.output_dist import HotColdOutputDist
 from torchrec_picasso.storage.hot_homes import HotHomes
 from torchrec_picasso.storage.row_storage import RowStorage
 
-__all__ = ["HotColdEmbeddingSharding"]
-
 
 class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
     """Shards tables row-wise with hot replicas and one packed unique exchange.

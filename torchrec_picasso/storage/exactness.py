@@ -20,18 +20,6 @@ from torchrec_picasso._torchrec import EmbOptimType
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.storage.row_updates import ONLY_HERE, PARTIAL_ROW_WISE
 
-__all__ = [
-    "HOT_COLD_KERNELS",
-    "Refusal",
-    "check_exact",
-    "check_states",
-    "is_updated_only_here",
-    "why_no_hot_rows",
-    "why_no_memory",
-    "why_not_exact",
-    "why_not_its_rows",
-]
-
 HOT_COLD_KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.FUSED_UVM.value)
 """Compute kernels that can hold the rows of a hot/cold table."""
 

@@ -14,8 +14,6 @@ from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable
 
-__all__ = ["HotHomes", "TouchedHot"]
-
 
 class TouchedHot(NamedTuple):
     """Hot rows that a step updates, and the subset whose home rank is this rank."""

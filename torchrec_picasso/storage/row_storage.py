@@ -31,8 +31,6 @@ from torchrec_picasso.storage.hot_homes import HotHomes, TouchedHot
 from torchrec_picasso.storage.row_tables import RowTables, choose_memory
 from torchrec_picasso.storage.row_uses import RowUses
 
-__all__ = ["RowStorage"]
-
 
 class RowStorage(nn.Module):
     """Home rows and replicas of one pack on this rank: tables of one dim, compute kernel and

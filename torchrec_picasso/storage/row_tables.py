@@ -51,8 +51,6 @@ from torchrec_picasso.storage.row_updates import (
     row_update,
 )
 
-__all__ = ["HomesAndReplicas", "MemoryLayout", "RowTables", "choose_memory"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLayout:

@@ -41,16 +41,6 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec_picasso._torchrec import EmbOptimType, SplitTableBatchedEmbeddingBagsCodegen
 from torchrec_picasso.ops.order import is_intel
 
-__all__ = [
-    "ONLY_HERE",
-    "PARTIAL_ROW_WISE",
-    "RowUpdate",
-    "UpdateStep",
-    "new_states",
-    "row_update",
-    "row_wise_adagrad",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateStep:

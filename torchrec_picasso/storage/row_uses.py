@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["RowUses"]
-
 _MOST_WEIGHT = 2.0**20  # weight of an access; keeps sums in float32's range
 
 

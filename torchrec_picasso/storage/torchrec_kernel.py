@@ -35,8 +35,6 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.storage.row_storage import RowStorage
 
-__all__ = ["HotColdKernel"]
-
 
 class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
     """One pack on this rank as a TorchRec kernel."""

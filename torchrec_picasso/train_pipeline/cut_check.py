@@ -69,8 +69,6 @@ from torchrec_picasso.train_pipeline.operations import Program
 from torchrec_picasso.train_pipeline.options import PipelineOptions
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 
-__all__ = ["CutEvidence"]
-
 _TENSOR_FLOAT = 2.0**-11
 """Rounding step of float32 products on devices that may compute them in TF32."""
 

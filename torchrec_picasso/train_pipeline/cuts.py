@@ -29,8 +29,6 @@ from torchrec_picasso.schedule.setting_choice import (
 from torchrec_picasso.train_pipeline.cut_check import CutEvidence
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 
-__all__ = ["Cuts", "is_due"]
-
 _log = logging.getLogger(__name__)
 
 _MOST_PROOFS = 3

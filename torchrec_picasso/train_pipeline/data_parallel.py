@@ -22,17 +22,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_picasso.exchange.waiting import is_watched, note_all_reduce
 
-__all__ = [
-    "announce_last_backward",
-    "counts_gradients",
-    "instead_of_wrapped",
-    "no_gradients",
-    "note_reduction",
-    "why_whole_batches",
-    "without_reduction",
-    "wrapper_of",
-]
-
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 

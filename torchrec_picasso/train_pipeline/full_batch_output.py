@@ -17,8 +17,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from torchrec_picasso.batches.members import children_of, made_like, rebuild
 from torchrec_picasso.batches.split import split_output
 
-__all__ = ["UnsplitOutput", "FullBatchOutput"]
-
 
 class UnsplitOutput:
     """An output for one forward of the whole batch: with its graph, awaited at its first use."""

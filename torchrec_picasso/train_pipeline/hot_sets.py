@@ -21,8 +21,6 @@ from torchrec_picasso.rows.refresher import Refreshed, Refresher
 from torchrec_picasso.rows.route import Route
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup
 
-__all__ = ["HotSets", "check_replicas"]
-
 _NO_ROW = -1
 
 

@@ -40,8 +40,6 @@ from torchrec_picasso.train_pipeline.operations import Operations
 from torchrec_picasso.train_pipeline.options import PipelineOptions
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 
-__all__ = ["InFlight"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -21,8 +21,6 @@ from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput, U
 from torchrec_picasso.train_pipeline.model_parts import ProcessedModule
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup
 
-__all__ = ["GroupBatch", "InFlightBatch", "Run"]
-
 
 @dataclass(eq=False)
 class GroupBatch:

@@ -52,8 +52,6 @@ from torchrec_picasso.train_pipeline.rewrite import (
 from torchrec_picasso.train_pipeline.step_report import OnStep, StepWatch
 from torchrec_picasso.train_pipeline.stock_steps import StockSteps
 
-__all__ = ["InterleavedTrainPipeline"]
-
 In = TypeVar("In")
 Out = TypeVar("Out")
 

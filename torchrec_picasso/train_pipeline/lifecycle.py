@@ -8,8 +8,6 @@ from enum import Enum
 
 from torchrec_picasso.errors import PicassoError
 
-__all__ = ["Lifecycle", "State"]
-
 
 class State(Enum):
     """The state of a pipeline."""

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from torchrec_picasso.errors import CompatError, ConfigError
 
-__all__ = ["Losses"]
-
 _REDUCTIONS = ("mean", "sum", "ratio")
 
 

@@ -34,18 +34,6 @@ from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.valid_features import with_own_weights
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 
-__all__ = [
-    "ProcessedModule",
-    "ScheduledModule",
-    "as_scheduled",
-    "inner_model",
-    "module_of",
-    "process_group_of",
-    "unpipelined_modules",
-    "why_computed_once",
-    "why_whole_batches",
-]
-
 _MADE_INSIDE = (
     "its input is not read off the batch but made inside the model",
     "give the module features as they are in the batch",

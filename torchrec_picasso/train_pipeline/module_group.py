@@ -28,8 +28,6 @@ from torchrec_picasso.train_pipeline.variable_batch import (
     spread,
 )
 
-__all__ = ["ModuleGroup", "group_modules"]
-
 
 class ModuleGroup:
     """Sharded modules whose exchange a schedule drives as one, in the order of their rows.

@@ -31,8 +31,6 @@ from torchrec_picasso.train_pipeline.in_flight_batch import GroupBatch, InFlight
 from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 
-__all__ = ["Operations", "Program"]
-
 
 class _Vote(IntEnum):
     """A rank's vote on whether a module got a gradient; the largest vote of all ranks wins."""

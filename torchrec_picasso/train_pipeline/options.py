@@ -25,15 +25,6 @@ from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.step_report import OnStep
 
-__all__ = [
-    "REFUSED_OPTIONS",
-    "JoinOutputs",
-    "PipelineOptions",
-    "refuse_backward_hook",
-    "refuse_model",
-    "refuse_options",
-]
-
 JoinOutputs = Callable[[Sequence[Any], Sequence[int]], Any]
 """Joins outputs of micro-batches, with the samples of each."""
 

@@ -41,8 +41,6 @@ from torchrec_picasso.train_pipeline.rewrite import (
     explained_tracing,
 )
 
-__all__ = ["FirstLook", "PipelinedModel"]
-
 _ODD_BATCH = (
     "its KeyedJaggedTensor has a batch size per feature (variable batch), or another one than the "
     "batch"

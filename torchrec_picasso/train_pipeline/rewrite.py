@@ -45,15 +45,6 @@ from torchrec_picasso._torchrec import (
 from torchrec_picasso.batches.split import split_output
 from torchrec_picasso.errors import CompatError
 
-__all__ = [
-    "InterleavedForward",
-    "Postprocs",
-    "explained_tracing",
-    "regroup",
-    "replace_regroups",
-    "restore_regroups",
-]
-
 
 class InterleavedForward(PipelinedForward):
     """Returns a sharded module's output for the current micro-batch, which the pipeline sets.

@@ -18,8 +18,6 @@ from torchrec_picasso.train_pipeline.in_flight_batch import GroupBatch
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["OnStep", "StepReport", "StepReports", "StepWatch"]
-
 _KIB = 1024  # unit of ru_maxrss on Linux
 
 

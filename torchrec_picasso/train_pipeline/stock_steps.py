@@ -21,8 +21,6 @@ from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.model_parts import inner_model, process_group_of
 from torchrec_picasso.train_pipeline.options import PipelineOptions
 
-__all__ = ["StockSteps"]
-
 
 class StockSteps:
     """Gives TorchRec's pipeline batches until the data of all ranks has ended, and a forward.

@@ -32,8 +32,6 @@ from torchrec_picasso.rows.valid_features import padded
 from torchrec_picasso.sharding.later import LaterByKey
 from torchrec_picasso.sharding.sharded_ec import spread_sequences
 
-__all__ = ["VariableBatchFeatures", "check_inverse_indices", "spread"]
-
 
 class VariableBatchFeatures(KeyedJaggedTensor):
     """Features of a module in the order of its tables, each with its own batch size."""

@@ -15,8 +15,6 @@ from typing import Any
 
 from torchrec_picasso.errors import ConfigError
 
-__all__ = ["Rules", "rule", "field_types", "shown", "value_problems"]
-
 _LONGEST_SHOWN = 200
 _END_OF_INTEGERS = 2**63
 _WORDS = {

@@ -21,8 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["WireCount", "WireMeter", "loopback_sent_bytes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WireCount:
