@@ -8,7 +8,6 @@ loop: every row is updated once per batch, from the sum of its gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -61,14 +60,10 @@ _REFRESH = Refresh()
 class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     """Trains like TorchRec's ``TrainPipelineSparseDist``, with the exchange hidden.
 
-    ``progress(iterator)`` takes one step and returns the model's output for the whole batch, and
-    raises ``StopIteration`` after the last batch. Hot/cold tables are interleaved, those of all
-    modules in one exchange; others, in the same module or not, are trained as by TorchRec's
-    pipeline and listed by :meth:`summary`, with the reason.
-
-    Ranks may have different numbers of batches. A rank whose data has ended continues with empty
-    batches, whose loss counts nothing, until all have ended; then all ranks raise ``StopIteration``
-    at the same call.
+    Hot/cold tables are interleaved, those of all modules in one exchange; others, in the same
+    module or not, are trained as by TorchRec's pipeline and listed by :meth:`summary`, with the
+    reason. Ranks may have different numbers of batches: a rank whose data has ended continues with
+    empty ones, whose loss counts nothing, until all have ended.
 
     Args:
         model: ``DistributedModelParallel``; its forward returns ``(losses, output)``, losses being
@@ -76,8 +71,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         optimizer: Dense and fused optimizers, as for TorchRec's pipelines.
         device: Device of the batches.
         execute_all_batches: If not, all ranks stop before the step in which the first of them has
-            no next batch; batches that are in flight or fetched wait for a new iterator. Costs a
-            small all-reduce per step.
+            no next batch; batches in flight wait for a new iterator. Costs a small exchange a step.
         pipeline_postproc: Modules without parameters between batch and tables run ahead of the
             model, once per batch. Micro-batches get their parts.
         custom_model_fwd: This and the keyword arguments: see :class:`.PipelineOptions`. Other
@@ -172,13 +166,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             model, self._feed, self._options, self._cuts, self._lifecycle, self._id_stream
         )
         self._taken: PipelinedModel | None = None
-        self._stock: StockSteps | None = None
-        forward = self._options.custom_model_fwd or (lambda batch: self._model(batch))
-        self._model_fwd = forward
-        if StockSteps.serves(model):
-            self._stock = StockSteps(
-                model, forward, self._options, self._device, self._execute_all_batches
-            )
+        self._stock = StockSteps.find(model, self._options, self._device, self._execute_all_batches)
+        if self._stock is not None:
             self._model_fwd = self._stock.forward
 
     @property
@@ -244,17 +233,16 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """
         is_training = self._model.training
         groups: Sequence[GroupBatch] = ()
-        with self._in_flight.propagate_errors(self._batch_count), self._watch.measuring():
+        naming_ranks = self._in_flight.propagate_errors(self._batch_count)
+        with naming_ranks, self._watch.measuring(), explained_tracing():
             if self._stock is not None:
-                tracing = nullcontext() if self._pipelined_modules else explained_tracing()
-                with tracing:
-                    output: Out = super().progress(self._stock.batches(dataloader_iter))
+                output: Out = super().progress(self._stock.batches(dataloader_iter))
                 num_samples = self._stock.num_samples
             else:
                 inflight = self._take_step(dataloader_iter)
+                num_samples, groups = inflight.num_samples, inflight.groups
                 sizes = [run.num_samples for run in inflight.runs]
                 output = self._options.join(list(inflight.outputs_K.values()), sizes)
-                num_samples, groups = inflight.num_samples, inflight.groups
                 inflight.forget()
         if is_training:
             self._watch.report(num_samples, groups, self.last_refresh)
@@ -351,15 +339,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._pipelined_postprocs = found.postproc_modules
         before = self._taken if self._in_flight else None  # its look prepared batches in flight
         found.look_at(batch, context, known=None if before is None else before.look)
-        program = Program(  # each function is looked up when it is called
-            model=self._model,
-            forward=self._options.custom_model_fwd or (lambda batch: self._model(batch)),
-            backward=lambda losses: self._backward(losses),
-            step=lambda: self._optimizer_step(),
-            zero_grad=lambda: self._optimizer.zero_grad(),
-            wait_plain=self.wait_sparse_data_dist,
-            losses=Losses(self._options.loss_reduction),
-        )
+        program = _program_of(self)
         try:
             self._cuts.begin(CutEvidence(program, type(self), self._injected, found, self._options))
         except CompatError:
@@ -377,3 +357,16 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             return "no table is hot/cold: a step is that of TorchRec's TrainPipelineSparseDist"
         lines = [] if self._taken is None else self._taken.lines()
         return "\n".join([*lines, str(self._cuts)])
+
+
+def _program_of(pipeline: InterleavedTrainPipeline[Any, Any]) -> Program:
+    """Collects a pipeline's functions; each is looked up when it is called."""
+    return Program(
+        model=pipeline._model,
+        forward=pipeline._options.custom_model_fwd or (lambda batch: pipeline._model(batch)),
+        backward=lambda losses: pipeline._backward(losses),
+        step=lambda: pipeline._optimizer_step(),
+        zero_grad=lambda: pipeline._optimizer.zero_grad(),
+        wait_plain=pipeline.wait_sparse_data_dist,
+        losses=Losses(pipeline._options.loss_reduction),
+    )

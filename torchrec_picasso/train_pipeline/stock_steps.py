@@ -7,7 +7,7 @@ may be a ratio, and steps are reported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,33 +23,31 @@ from torchrec_picasso.train_pipeline.options import PipelineOptions
 
 
 class StockSteps:
-    """Gives TorchRec's pipeline batches until the data of all ranks has ended, and a forward.
-
-    ``forward`` is that of the model, or ``custom_model_fwd``.
-    """
+    """Gives TorchRec's pipeline batches until the data of all ranks has ended, and a forward."""
 
     def __init__(
         self,
         model: nn.Module,
-        forward: Callable[[Any], tuple[Any, Any]],
         options: PipelineOptions,
         device: torch.device,
         execute_all_batches: bool,
     ) -> None:
-        self._model, self._forward, self._options = model, forward, options
+        self._model, self._options = model, options
+        self._forward = options.custom_model_fwd or model
         self._device, self._execute_all_batches = device, execute_all_batches
         self._losses = Losses(options.loss_reduction)
         self._batches: UntilAllEnd | None = None
         self.num_samples = 0
         """Samples of the last batch, for reports; 0 if they cannot be counted."""
 
-    @staticmethod
-    def serves(model: nn.Module) -> bool:
-        """Whether no table of a model is hot/cold."""
+    @classmethod
+    def find(cls, model: nn.Module, *arguments: Any) -> StockSteps | None:
+        """Returns the steps of a model, by the arguments of this class; ``None`` if any of its
+        tables is hot/cold."""
         modules = inner_model(model).modules()
-        return not any(
-            isinstance(module, HotColdModule) and module.has_hot_cold for module in modules
-        )
+        if any(isinstance(module, HotColdModule) and module.has_hot_cold for module in modules):
+            return None
+        return cls(model, *arguments)
 
     def batches(self, batches: Iterator[Any]) -> UntilAllEnd:
         """Returns the batches with empty ones after them; the same object for the same iterator."""
