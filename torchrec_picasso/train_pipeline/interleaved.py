@@ -339,7 +339,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._pipelined_postprocs = found.postproc_modules
         before = self._taken if self._in_flight else None  # its look prepared batches in flight
         found.look_at(batch, context, known=None if before is None else before.look)
-        program = _program_of(self)
+        program = _program_of(self, zero_grad=lambda: self._optimizer.zero_grad())
         try:
             self._cuts.begin(CutEvidence(program, type(self), self._injected, found, self._options))
         except CompatError:
@@ -359,14 +359,16 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         return "\n".join([*lines, str(self._cuts)])
 
 
-def _program_of(pipeline: InterleavedTrainPipeline[Any, Any]) -> Program:
+def _program_of(
+    pipeline: InterleavedTrainPipeline[Any, Any], zero_grad: Callable[[], None]
+) -> Program:
     """Collects a pipeline's functions; each is looked up when it is called."""
     return Program(
         model=pipeline._model,
         forward=pipeline._options.custom_model_fwd or (lambda batch: pipeline._model(batch)),
         backward=lambda losses: pipeline._backward(losses),
         step=lambda: pipeline._optimizer_step(),
-        zero_grad=lambda: pipeline._optimizer.zero_grad(),
+        zero_grad=zero_grad,
         wait_plain=pipeline.wait_sparse_data_dist,
         losses=Losses(pipeline._options.loss_reduction),
     )
