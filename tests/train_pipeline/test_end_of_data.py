@@ -1,7 +1,8 @@
 """Ranks with different numbers of batches: as the plain loop given empty ones; all end at once."""
 
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from tests.train_pipeline.runs import (
 from tests.train_pipeline.test_refusals import Changing
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.wire_meter import WireMeter
+from torchrec_picasso.train_pipeline.options import PipelineOptions
+from torchrec_picasso.train_pipeline.stock_steps import StockSteps
 
 JOBS = {
     "hot_cold": Job(placement={"*": 2, "one_row": 1}, tables=ODD),
@@ -185,3 +188,13 @@ def test_knowing_of_the_end_costs_no_exchange_beside_hot_cold_tables() -> None:
     for counts in run_ranks(_exchanges_per_step, 2, timeout_s=60):
         assert counts["hot_cold stops"] == counts["hot_cold"] + 1
         assert counts["stock"] == counts["stock by TorchRec"] + 1
+
+
+def test_uncountable_batches_train_to_the_end_without_hot_cold_tables() -> None:
+    """They are in flight when this rank's data ends, and are no empty ones."""
+    loss = torch.ones((), requires_grad=True)
+    options = PipelineOptions(custom_model_fwd=lambda batch: (loss, None))
+    steps = StockSteps(torch.nn.Linear(1, 1), options, torch.device("cpu"), True)
+    steps._batches = cast(Any, SimpleNamespace(has_ended=True))
+    assert steps.forward(object())[0] is loss
+    assert float(steps.forward(torch.empty(0, 1))[0]) == 0

@@ -67,7 +67,7 @@ class BatchFeed:
         self.has_ended = False
         """Whether the data of all ranks is known to have ended; :meth:`first` resets it."""
         self.asks_ahead = False
-        """Whether ranks ask each other before every batch: a small all-reduce per step, for models
+        """Whether ranks ask each other before every batch: a small exchange per step, for models
         that cannot run a batch without samples merely to learn that all data has ended."""
 
     def first(self, pg: dist.ProcessGroup, batches: Iterator[Any]) -> Fetched:
@@ -99,7 +99,7 @@ class BatchFeed:
         ranks raise StopIteration if some rank has no batch. ``None`` = no rank has a batch.
         """
         own = self._fetch(batches)
-        # without an all-reduce the header of the (empty) batch says whether any rank has data
+        # without an exchange the header of the (empty) batch says whether any rank has data
         self.has_ended = own is None and pg.size() == 1
         with self._id_stream.working():
             if self.asks_ahead or not self._execute_all_batches:

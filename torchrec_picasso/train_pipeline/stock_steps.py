@@ -67,14 +67,17 @@ class StockSteps:
     def forward(self, batch: Any) -> tuple[Any, Any]:
         """Runs the model; the losses of an empty batch, which only fills up, count nothing."""
         losses, output = self._forward(batch)
-        may_be_empty = self._batches is not None and self._batches.has_ended
-        if may_be_empty or self._options.on_step is not None:
-            self.num_samples = count_samples(batch) or 0
+        may_fill_up = self._batches is not None and self._batches.has_ended
+        num_samples = None
+        if may_fill_up or self._options.on_step is not None:
+            num_samples = count_samples(batch)
+            self.num_samples = num_samples or 0
         if not self._model.training:
             return losses, output
         note_reduction(self._model)
         losses = self._losses.checked(losses)
-        if self.num_samples or not may_be_empty:
+        # a batch whose samples cannot be counted was not cut to none: it is this rank's data
+        if num_samples != 0 or not may_fill_up:
             return self._losses.whole(losses), output
         loss = self._losses.stand_in(losses)
         return (loss * 0.0 if loss.requires_grad else no_gradients(self._model)), output
