@@ -7,7 +7,7 @@ loop: every row is updated once per batch, from the sum of its gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -161,12 +161,13 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def _begin_with(self, model: nn.Module) -> None:
         """Starts with a model that no step has run; no batch is in flight."""
-        self._cuts = Cuts(self._options.num_micro_batches, self._options.lookahead, self._device)
+        self._stock = StockSteps.find(model, self._options, self._device, self._execute_all_batches)
+        asked = self._options.num_micro_batches if self._stock is None else 1
+        self._cuts = Cuts(asked, self._options.lookahead, self._device)
         self._in_flight = InFlight(
             model, self._feed, self._options, self._cuts, self._lifecycle, self._id_stream
         )
         self._taken: PipelinedModel | None = None
-        self._stock = StockSteps.find(model, self._options, self._device, self._execute_all_batches)
         if self._stock is not None:
             self._model_fwd = self._stock.forward
 
@@ -232,12 +233,11 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             PicassoError: If the step before did not end; see :meth:`reset`.
         """
         is_training = self._model.training
-        groups: Sequence[GroupBatch] = ()
         naming_ranks = self._in_flight.propagate_errors(self._batch_count)
         with naming_ranks, self._watch.measuring(), explained_tracing():
             if self._stock is not None:
                 output: Out = super().progress(self._stock.batches(dataloader_iter))
-                num_samples = self._stock.num_samples
+                num_samples, groups = self._stock.num_samples, list[GroupBatch]()
             else:
                 inflight = self._take_step(dataloader_iter)
                 num_samples, groups = inflight.num_samples, inflight.groups
