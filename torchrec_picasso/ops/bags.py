@@ -35,7 +35,6 @@ from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import LocatedRows, UniqueRows, stable_order
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
 
-
 Counts = Sequence[Sequence[int]]
 
 
