@@ -57,13 +57,10 @@ def _world() -> World:
 
 
 def _request(world: World, bags_W: Sequence[Any]) -> list[RowRequest]:
-    requests = [
+    return [
         RowRequest(group, [features_of(world, bags)], [1] * NUM_PARTS)
         for group, bags in zip(world.groups, bags_W)
     ]
-    for request in requests:
-        request.send_header()
-    return requests
 
 
 def _join(*groups: Any) -> str:
@@ -110,8 +107,8 @@ def worked_example() -> Lines:
     lines |= _of_layouts(packs, request_order)
     rows_W = [BatchRows(group, layout) for group, layout in zip(world.groups, layouts)]
     for fetch in (
-        BatchRows.fetch_clean,
-        *(lambda rows, chunk=chunk: rows.fetch_dirty(chunk) for chunk in range(NUM_PARTS)),
+        BatchRows.fetch,
+        *(lambda rows, chunk=chunk: rows.fetch(chunk) for chunk in range(NUM_PARTS)),
         BatchRows.read_hot,
     ):
         for rows in rows_W:

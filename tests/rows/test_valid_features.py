@@ -110,7 +110,6 @@ def test_on_a_device_the_header_tells_what_a_reorder_hides(change: int) -> None:
             device.syncs.clear()
             request = RowRequest(group, [ordered], validated=[validated])
             assert device.syncs == ["nonzero"]  # how many rows are unique
-            request.send_header()
             requests.append(request)
     at_fault, other = requests
     if not change:

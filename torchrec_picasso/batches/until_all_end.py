@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_picasso.batches.feed import SplitBatch, empty_batch, find_data, share_empty_batch
-from torchrec_picasso.exchange.agreement import Gathered
+from torchrec_picasso.exchange.agreement import Agreement
 
 
 class UntilAllEnd(Iterator[Any]):
@@ -47,7 +47,7 @@ class UntilAllEnd(Iterator[Any]):
         self.has_ended = False
         """Whether this rank's data has ended."""
         self._last: Any = None
-        self._told: Gathered | None = None
+        self._told: Agreement | None = None
 
     def __next__(self) -> Any:
         """Returns the next batch, maybe an empty one.
@@ -64,7 +64,7 @@ class UntilAllEnd(Iterator[Any]):
             if self._told is not None:
                 self._told.wait()  # it is long done; a process that drops it unfinished ends badly
             # for ranks that wait for the answer
-            self._told, self._last = Gathered(self._pg, self._device, [True]), own
+            self._told, self._last = Agreement(self._pg, self._device, [True]), own
             return own
         source, all_have_data = find_data(self._pg, self._device, own is not None)
         if source is None or not (all_have_data or self._execute_all_batches):

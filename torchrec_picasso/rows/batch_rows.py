@@ -58,17 +58,15 @@ class BatchRows:
         rows = [pack.requests.home_rows_n.to(torch.int64), pack.touched.own_rows_o]
         return torch.cat(rows).unique()
 
-    def fetch_clean(self) -> None:
-        """Starts fetching the rows that the batch before does not update. Collective."""
-        packs = [p for p, pack in enumerate(self.layout.packs) if pack.requests.sends_rows]
-        self._fetch(CLEAN, packs)
+    def fetch(self, chunk: int | None = None, wave: int | None = None) -> None:
+        """Starts fetching the dirty rows of a chunk; without one, all clean rows. Collective.
 
-    def fetch_dirty(self, chunk: int, wave: int | None = None) -> None:
-        """Starts fetching the dirty rows of a chunk. Collective."""
-        self._fetch(dirty_exchange(chunk), self.group.plan.packs_of(wave))
-
-    def _fetch(self, exchange: int, packs: Sequence[int]) -> None:
-        """Starts the exchange of this number in fetch order, for some packs."""
+        Clean rows are those that the batch before does not update.
+        """
+        exchange = CLEAN if chunk is None else dirty_exchange(chunk)
+        packs: Sequence[int] = self.group.plan.packs_of(wave)
+        if chunk is None:
+            packs = [p for p in packs if self.layout.packs[p].requests.sends_rows]
         if not packs:
             return
         ranks, matrices_M = self.group.ranks, self._matrices.tensors
@@ -100,31 +98,14 @@ class BatchRows:
 
     def fetch_again(self) -> None:
         """Fetches all rows again after a write to home rows of any rank. Collective."""
-        num_chunks = len(self.layout.sizes_K)
         # Finish the exchanges in progress first: they write into the same matrices.
-        for matrix in range(len(self.group.plan.matrices)):
-            self.arrive(num_chunks - 1, matrix)
+        for _, _, pending in self._arrivals:
+            pending.wait()
+        self._arrivals.clear()
         self.group.apply_writes()
-        self.fetch_clean()
-        for chunk in range(num_chunks):
-            self.fetch_dirty(chunk)
+        for chunk in (None, *range(len(self.layout.sizes_K))):
+            self.fetch(chunk)
         self.read_hot()
-
-    def arrive(self, part: int, matrix: int) -> Tensor:
-        """Waits for the chunks that a micro-batch needs, and returns all rows of a matrix.
-
-        Shape ``(U_m, D_m)``; dirty rows of later chunks are not filled yet.
-        """
-        packs = self.group.plan.matrices[matrix]
-        # Exchanges of later chunks and of other packs stay in progress.
-        for arrival in list(self._arrivals):
-            exchange, brought, pending = arrival
-            is_needed = not brought.isdisjoint(range(packs.start, packs.stop))
-            if is_needed and exchange <= dirty_exchange(part):
-                pending.wait()
-                self._arrivals.remove(arrival)
-        # A pipeline may have started the fetch on another stream.
-        return keep_for_current_stream(self._matrices.tensors[matrix])
 
     def acquire(
         self,
@@ -215,9 +196,22 @@ class PartRows:
         )
 
     def arrive(self) -> Iterator[Tensor]:
-        """Waits for the rows; yields those of one matrix at a time, as :meth:`BatchRows.arrive`."""
-        for matrix in self.rows.group.plan.modules[self.module]:
-            yield self.rows.arrive(self.part, matrix)
+        """Waits for the chunks that the micro-batch needs; yields the rows of one matrix at a time.
+
+        Shape ``(U_m, D_m)``; dirty rows of later chunks are not filled yet.
+        """
+        rows, plan = self.rows, self.rows.group.plan
+        for matrix in plan.modules[self.module]:
+            packs = plan.matrices[matrix]
+            # Exchanges of later chunks and of other packs stay in progress.
+            for arrival in list(rows._arrivals):
+                exchange, brought, pending = arrival
+                is_needed = not brought.isdisjoint(range(packs.start, packs.stop))
+                if is_needed and exchange <= dirty_exchange(self.part):
+                    pending.wait()
+                    rows._arrivals.remove(arrival)
+            # A pipeline may have started the fetch on another stream.
+            yield keep_for_current_stream(rows._matrices.tensors[matrix])
 
     def end(self) -> None:
         """Ends the use of the rows by this micro-batch; the last use of all modules frees them."""

@@ -94,6 +94,7 @@ class Route(ABC):
         """
 
 
+@dataclass(kw_only=True)
 class RouteRequest(ABC):
     """The request of one route for one batch; methods are called in order."""
 

@@ -27,6 +27,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import (
+    Bags,
     BatchCut,
     bag_order,
     count_lookups,
@@ -39,6 +40,8 @@ from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
     FetchOrder,
+    LocatedRows,
+    UniqueRows,
     fetch_positions,
     find_fetch_order,
     first_use_chunks,
@@ -78,8 +81,43 @@ class RowRoute(Route):
     def read(
         self, features: KeyedJaggedTensor, sizes_K: Sequence[int | None], first_lookup: int
     ) -> _Request:
-        """Finds the unique rows of a batch."""
-        return _Request(self, features, sizes_K, first_lookup)
+        """Finds the unique rows of a batch, and puts them in request order."""
+        strides_F = features.stride_per_key()
+        cut = BatchCut.from_strides(strides_F, sizes_K, self.plan)
+        # Packed ids (N,) -> bag order (N,) -> unique rows (U,) -> request order (U,).
+        lookups_F = count_lookups(features.offsets(), strides_F)
+        packed_N, outside_ids = self.space.pack_ids(features.values(), lookups_F)
+        source_N, num_lookups = None, packed_N.numel()
+        if features.weights_or_none() is not None and self.plan.has_pooling:
+            # Weights are those of all features of the batch.
+            end = first_lookup + num_lookups
+            source_N = torch.arange(first_lookup, end, device=packed_N.device)
+        bags = reorder_bags(packed_N, features.lengths(), self.bag_order(sizes_K), source_N)
+        rows = unique_rows(bags.ids_N)
+        lookups_J = count_lookups(bags.offsets_S1, cut.bags_by_run)
+        part_N = chunk_U = None
+        # With one micro-batch all rows are in chunk 0, so no chunk has to be computed.
+        if cut.num_parts > 1:
+            part_N = part_of_lookup(lookups_J, cut.part_by_run, num_lookups)
+            chunk_U = first_use_chunks(rows, part_N, cut.num_parts)
+        located = locate_rows(rows.ids_U, self.space, self.hot, chunk_U, cut.num_parts)
+        # For rank w: P K counts, from (P K, W) transposed, and the slots, the same for all ranks.
+        size = self.space.world_size
+        sent = [
+            located.counts_PQ[:, 1:].reshape(-1, size).t(),
+            pack_bits(located.is_used_H).expand(size, -1),
+        ]
+        return _Request(
+            words=RouteWords(sent, kept=[located.counts_PQ.reshape(-1), lookups_J]),
+            outside_ids=outside_ids,
+            route=self,
+            sizes_K=sizes_K,
+            cut=cut,
+            bags=bags,
+            rows=rows,
+            located=located,
+            part_N=part_N,
+        )
 
     def bag_order(self, sizes_K: Sequence[int | None]) -> Tensor | None:
         """Returns the permutation of bags to matrix-major order; ``None`` = bags keep theirs."""
@@ -91,54 +129,26 @@ class RowRoute(Route):
         return self._bag_orders(self.plan.features_M, self.plan.is_sequence_M, sizes, self.device)
 
 
+@dataclass(kw_only=True)
 class _Request(RouteRequest):
     """The request for the distinct rows of one batch."""
 
-    _packs: Sequence[_PackRequest]
-    _lookups_MKJ: Sequence[Sequence[Sequence[int]]]
-
-    def __init__(
-        self,
-        route: RowRoute,
-        features: KeyedJaggedTensor,
-        sizes_K: Sequence[int | None],
-        first_lookup: int,
-    ) -> None:
-        self._route = route
-        self._sizes_K = sizes_K
-        strides_F = features.stride_per_key()
-        self.cut = cut = BatchCut.from_strides(strides_F, sizes_K, route.plan)
-        # Packed ids (N,) -> bag order (N,) -> unique rows (U,) -> request order (U,).
-        lookups_F = count_lookups(features.offsets(), strides_F)
-        packed_N, self.outside_ids = route.space.pack_ids(features.values(), lookups_F)
-        source_N, num_lookups = None, packed_N.numel()
-        if features.weights_or_none() is not None and route.plan.has_pooling:
-            # Weights are those of all features of the batch.
-            end = first_lookup + num_lookups
-            source_N = torch.arange(first_lookup, end, device=packed_N.device)
-        order_S = route.bag_order(sizes_K)
-        self.bags = reorder_bags(packed_N, features.lengths(), order_S, source_N)
-        self.rows = unique_rows(self.bags.ids_N)
-        lookups_J = count_lookups(self.bags.offsets_S1, cut.bags_by_run)
-        self.part_N = chunk_U = None
-        # With one micro-batch all rows are in chunk 0, so no chunk has to be computed.
-        if cut.num_parts > 1:
-            self.part_N = part_of_lookup(lookups_J, cut.part_by_run, num_lookups)
-            chunk_U = first_use_chunks(self.rows, self.part_N, cut.num_parts)
-        self.located = locate_rows(self.rows.ids_U, route.space, route.hot, chunk_U, cut.num_parts)
-        counts_PQ, size = self.located.counts_PQ, route.space.world_size
-        # For rank w: P K counts, from (P K, W) transposed, and the slots, the same for all ranks.
-        self.words = RouteWords(
-            sent=[
-                counts_PQ[:, 1:].reshape(-1, size).t(),
-                pack_bits(self.located.is_used_H).expand(size, -1),
-            ],
-            kept=[counts_PQ.reshape(-1), lookups_J],
-        )
+    route: RowRoute
+    sizes_K: Sequence[int | None]
+    cut: BatchCut
+    bags: Bags
+    """Packed ids in bag order."""
+    rows: UniqueRows
+    located: LocatedRows
+    """The unique rows in request order."""
+    part_N: Tensor | None
+    """Micro-batch of each lookup in bag order, int64; ``None`` = there is one."""
+    _packs: Sequence[_PackRequest] = field(init=False)
+    _lookups_MKJ: Sequence[Sequence[Sequence[int]]] = field(init=False)
 
     def ids(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         (counts_WX, bits_WX), (counts_n, lookups_n) = words
-        route, located = self._route, self.located
+        route, located = self.route, self.located
         own_PQ = counts_n.reshape(located.counts_PQ.shape)
         num_packs, world_size = len(own_PQ), len(counts_WX)
         outgoing_PKW = own_PQ[:, 1:].reshape(num_packs, -1, world_size)
@@ -175,7 +185,7 @@ class _Request(RouteRequest):
         return [payload for pack, earlier in pairs for payload in pack.dirty_mask(earlier)]
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
-        plan = self._route.plan
+        plan = self.route.plan
         packs: list[PackLayout] = []
         rows_M: list[int] = []
         for matrix, own in enumerate(plan.matrices, first_matrix):
@@ -200,7 +210,7 @@ class _Request(RouteRequest):
                 _RowPooling(index=index, size=size, num_features=num, lookups_F=lookups_KJ[k])
                 for index, num, lookups_KJ in zip(index_M, plan.features_M, self._lookups_MKJ)
             ]
-            for k, (index_M, size) in enumerate(zip(index_KM, self._sizes_K))
+            for k, (index_M, size) in enumerate(zip(index_KM, self.sizes_K))
         ]
         return packs, pooling_KM
 

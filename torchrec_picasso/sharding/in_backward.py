@@ -31,7 +31,7 @@ from torchrec_picasso._torchrec import (
     GroupedPooledEmbeddingsLookup,
 )
 from torchrec_picasso.errors import CompatError, PicassoError
-from torchrec_picasso.exchange.agreement import Agreement, Flags
+from torchrec_picasso.exchange.agreement import Agreement
 from torchrec_picasso.placement import SHARDING_TYPE_OF
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
@@ -64,7 +64,6 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         self._group.check(sparse_features)
         with torch.no_grad():
             request = RowRequest(self._group, [sparse_features], validated=validated)
-            request.send_header()
 
         @torch.no_grad()
         def after_header() -> Awaitable[KeyedJaggedTensor]:
@@ -185,11 +184,10 @@ class _HotColdLookup:
         # A write to a home row outdates its replicas. Home rows themselves are read only now, so
         # without hot rows no rank has to be told.
         if group.num_hot_rows:
-            flags = Flags(homes_written=group.was_written())
-            agreement = Agreement(group.ranks.pg, group.device, flags)
+            agreement = Agreement(group.ranks.pg, group.device, [group.was_written()])
         rows = BatchRows(group, layout)
-        rows.fetch_dirty(0)  # without lookahead all rows are in this exchange
-        if agreement is not None and agreement.wait().homes_written:
+        rows.fetch(0)  # without lookahead all rows are in this exchange
+        if agreement is not None and any(was_written for (was_written,) in agreement.wait()):
             group.apply_writes()
         rows.read_hot()
         return rows.acquire(0, partial(self._send, layout), weights_N, is_last=True)

@@ -26,6 +26,12 @@ from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.batch_rows import PartRows
 
+_NOT_COMPILED = (
+    "hot/cold tables do not support compiled autograd, which traces neither the messages that "
+    "their gradients leave by nor the update at the end of backward; use TrainPipelineSparseDist "
+    "or InterleavedTrainPipeline, and torch.compile for the dense part"
+)
+
 
 class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Tensor]):
     """Turns fetched rows into a module's output."""
@@ -104,37 +110,26 @@ class _PoolArrivals(Function):
         return tuple(piece for pieces in pieces_M for piece in pieces)
 
     @staticmethod
+    @torch.compiler.disable(reason=_NOT_COMPILED)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, *grads)
-
-
-_NOT_COMPILED = (
-    "hot/cold tables do not support compiled autograd, which traces neither the messages that "
-    "their gradients leave by nor the update at the end of backward; use TrainPipelineSparseDist "
-    "or InterleavedTrainPipeline, and torch.compile for the dense part"
-)
-
-
-@torch.compiler.disable(reason=_NOT_COMPILED)
-def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Computes gradients of rows, passes them to the driver's sink, returns those of scales."""
-    if compiled_autograd.in_compiled_autograd_region:
-        raise CompatError(_NOT_COMPILED)
-    scales_M, pooling_M = ctx.saved_tensors, ctx.pooling_M
-    remaining = iter(grads)
-    # forward flattened its outputs over matrices; the same counts restore them by matrix
-    grads_M = [list(islice(remaining, pooling.num_pieces)) for pooling in pooling_M]
-    ctx.sink(
-        [
-            pooling.gradients(matrix_grads, scales_N)
-            for matrix_grads, scales_N, pooling in zip(grads_M, scales_M, pooling_M)
+        """Computes gradients of rows, passes them to the driver's sink, returns those of scales."""
+        if compiled_autograd.in_compiled_autograd_region:
+            raise CompatError(_NOT_COMPILED)
+        scales_M, pooling_M = ctx.saved_tensors, ctx.pooling_M
+        remaining = iter(grads)
+        # forward flattened its outputs over matrices; the same counts restore them by matrix
+        grads_M = [list(islice(remaining, pooling.num_pieces)) for pooling in pooling_M]
+        ctx.sink(
+            [
+                pooling.gradients(matrix_grads, scales_N)
+                for matrix_grads, scales_N, pooling in zip(grads_M, scales_M, pooling_M)
+            ]
+        )
+        scale_grads_M = [
+            None if rows is None else pooling.gradient_of_scales(matrix_grads, rows)
+            for matrix_grads, rows, pooling in zip(grads_M, ctx.rows_M, pooling_M)
         ]
-    )
-    scale_grads_M = [
-        None if rows is None else pooling.gradient_of_scales(matrix_grads, rows)
-        for matrix_grads, rows, pooling in zip(grads_M, ctx.rows_M, pooling_M)
-    ]
-    return None, None, *scale_grads_M
+        return None, None, *scale_grads_M
 
 
 class Later(LazyAwaitable[Any]):

@@ -29,13 +29,8 @@ class GroupBatch:
     group: ModuleGroup
     request: RowRequest
     rows: BatchRows = field(init=False)
+    """Available, as the gradients, from the layout on, which ends the request."""
     gradients: BatchGradients = field(init=False)
-
-    def lay_out(self) -> None:
-        """Ends the request: rows and gradients have a layout from then on."""
-        layout = self.request.lay_out()
-        self.rows = BatchRows(self.group.row_group, layout)
-        self.gradients = BatchGradients(self.group.row_group, layout)
 
 
 @dataclass(frozen=True)

@@ -67,22 +67,14 @@ class ModuleGroup:
     ) -> RowRequest:
         """Starts to request the rows that a batch's features look up, by module. Collective."""
         validated = [valid_features(features_of[name]) for name in self.modules]
+        # the features that a module looks up, in the order of its tables
         pairs = zip(self.modules.values(), validated)
-        by_module = [self._features_of(module, features) for module, features in pairs]
-        # VBE rows belong to no micro-batch
-        sizes = None if self._is_odd else sizes_K
+        by_module = [module.features_of(features) for module, features in pairs]
+        sizes: Sequence[int] | None = sizes_K
+        if self._is_odd:  # VBE rows belong to no micro-batch
+            by_module, sizes = list(map(VariableBatchFeatures.pad, by_module, validated)), None
         with torch.no_grad():
-            request = RowRequest(self.row_group, by_module, sizes, has_data, validated)
-            request.send_header()
-        return request
-
-    def _features_of(
-        self, module: ScheduledModule, features: KeyedJaggedTensor
-    ) -> KeyedJaggedTensor:
-        """Selects the features that a module looks up, in the order of its tables."""
-        if not self._is_odd:
-            return module.features_of(features)
-        return VariableBatchFeatures.pad(module.features_of(features), features)
+            return RowRequest(self.row_group, by_module, sizes, has_data, validated)
 
     def output(self, name: str, parts: Sequence[tuple[PartRows, int]]) -> LazyAwaitable[Any]:
         """Computes a module's output from the rows and numbers of samples of micro-batches."""
