@@ -182,11 +182,11 @@ class LocatedRows:
     """Whether this rank's batch uses a hot slot, bool."""
 
 
-def first_use_chunks(rows: UniqueRows, part_N: Tensor, num_parts: int) -> Tensor:
+def first_use_chunks(rows: UniqueRows, micro_batch_N: Tensor, num_micro_batches: int) -> Tensor:
     """Computes the chunk of every row, int64: the first micro-batch that looks the row up."""
     # Minimum of the micro-batch over the lookups of each row, starting from the largest value.
-    chunk_U = torch.full_like(rows.ids_U, num_parts - 1, dtype=torch.int64)
-    return chunk_U.scatter_reduce_(0, rows.row_of_lookup_N, part_N, "amin")
+    chunk_U = torch.full_like(rows.ids_U, num_micro_batches - 1, dtype=torch.int64)
+    return chunk_U.scatter_reduce_(0, rows.row_of_lookup_N, micro_batch_N, "amin")
 
 
 def locate_rows(

@@ -3,15 +3,16 @@
 Each table is stored whole on one home rank, and features are ordered by pack and home rank, so the
 lookups for one home rank are a slice. The ids are neither sorted nor made unique: a home rank pools
 all lookups. It receives ids by rank, then feature, and reorders them to the order in which bags are
-pooled and sent: by micro-batch ("part"), rank, sample and feature. A bag counts as a dirty row: all
+pooled and sent: by micro-batch, rank, sample and feature. A bag counts as a dirty row: all
 bags wait for the update. A rank receives its bags by micro-batch and home rank. The block of a home
 rank is ordered by sample, so it already is a slice of the pooled output's columns:
 
-    one part of a pack's matrix:   | home 0: (n, F_0 D) | home 1: (n, F_1 D) | ...
+    one micro-batch of a pack's matrix:   | home 0: (n, F_0 D) | home 1: (n, F_1 D) | ...
 
 Header words of a pair of ranks: K numbers of samples, and A numbers of lookups.
 
-Shape letters: A packs of bags, F features, K parts, W ranks, S bags, N lookups, X words, D dim.
+Shape letters: A packs of bags, F features, K micro-batches, W ranks, S bags, N lookups, X words,
+D dim.
 
 Host syncs per batch on CUDA: one, for the lookups of each feature, and one per pack.
 """

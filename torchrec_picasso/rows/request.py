@@ -5,7 +5,8 @@ All operations here concern ids and run ahead of the step that needs the rows. T
 operation joins what the routes send into one collective. Invalid input is counted and replaced by
 harmless values, so that every rank reaches the header, which reports the error to all ranks.
 
-Shape letters: F features, K parts and chunks, M matrices, N lookups, P packs, S bags, W ranks.
+Shape letters: F features, K micro-batches and chunks, M matrices, N lookups, P packs, S bags, W
+ranks.
 
 Host syncs per batch on CUDA: one with several routes, for the lookups of each feature, beside those
 of the routes.

@@ -7,7 +7,7 @@ values.
 
 Header words of a pair of ranks: P K counts of cold rows, and a bit per hot slot.
 
-Shape letters: F features, K parts and chunks, J runs of bags, M matrices, P packs,
+Shape letters: F features, K micro-batches and chunks, J runs of bags, M matrices, P packs,
 N lookups, U unique rows, W ranks.
 
 Host syncs per batch on CUDA: the number of unique rows; per pack the touched hot rows and, with
@@ -32,7 +32,7 @@ from torchrec_picasso.ops.bags import (
     bag_order,
     count_lookups,
     cut_pooling,
-    part_of_lookup,
+    micro_batch_of_lookup,
     reorder_bags,
 )
 from torchrec_picasso.ops.ids import pack_bits
@@ -95,12 +95,12 @@ class RowRoute(Route):
         bags = reorder_bags(packed_N, features.lengths(), self.bag_order(sizes_K), source_N)
         rows = unique_rows(bags.ids_N)
         lookups_J = count_lookups(bags.offsets_S1, cut.bags_by_run)
-        part_N = chunk_U = None
+        micro_batch_N = chunk_U = None
         # With one micro-batch all rows are in chunk 0, so no chunk has to be computed.
-        if cut.num_parts > 1:
-            part_N = part_of_lookup(lookups_J, cut.part_by_run, num_lookups)
-            chunk_U = first_use_chunks(rows, part_N, cut.num_parts)
-        located = locate_rows(rows.ids_U, self.space, self.hot, chunk_U, cut.num_parts)
+        if cut.num_micro_batches > 1:
+            micro_batch_N = micro_batch_of_lookup(lookups_J, cut.micro_batch_by_run, num_lookups)
+            chunk_U = first_use_chunks(rows, micro_batch_N, cut.num_micro_batches)
+        located = locate_rows(rows.ids_U, self.space, self.hot, chunk_U, cut.num_micro_batches)
         # For rank w: P K counts, from (P K, W) transposed, and the slots, the same for all ranks.
         size = self.space.world_size
         sent = [
@@ -116,7 +116,7 @@ class RowRoute(Route):
             bags=bags,
             rows=rows,
             located=located,
-            part_N=part_N,
+            micro_batch_N=micro_batch_N,
         )
 
     def bag_order(self, sizes_K: Sequence[int | None]) -> Tensor | None:
@@ -141,7 +141,7 @@ class _Request(RouteRequest):
     rows: UniqueRows
     located: LocatedRows
     """The unique rows in request order."""
-    part_N: Tensor | None
+    micro_batch_N: Tensor | None
     """Micro-batch of each lookup in bag order, int64; ``None`` = there is one."""
     _packs: Sequence[_PackRequest] = field(init=False)
     _lookups_MKJ: Sequence[Sequence[Sequence[int]]] = field(init=False)
@@ -154,7 +154,7 @@ class _Request(RouteRequest):
         outgoing_PKW = own_PQ[:, 1:].reshape(num_packs, -1, world_size)
         # From (W, P K) by sender to (P, K, W).
         incoming_PKW = counts_WX.T.reshape(outgoing_PKW.shape)
-        self._lookups_MKJ = self.cut.by_part(lookups_n.tolist())
+        self._lookups_MKJ = self.cut.by_micro_batch(lookups_n.tolist())
         # target_U is ordered by pack, hot rows first: split it into [hot, cold] of each pack.
         nums = [num for hot, *cold_KW in own_PQ.tolist() for num in (hot, sum(cold_KW))]
         targets = located.target_U.split(nums)
@@ -201,7 +201,7 @@ class _Request(RouteRequest):
             self.located,
             fetch_positions(self.located, [(p.hot_slots, p.outgoing_by_fetch) for p in packs]),
             self.cut,
-            part_N=self.part_N,
+            micro_batch_N=self.micro_batch_N,
             lookups_MK=[[sum(runs) for runs in runs_K] for runs_K in self._lookups_MKJ],
             rows_M=rows_M,
         )

@@ -24,7 +24,7 @@ from torchrec_picasso._torchrec import BaseEmbeddingDist, EmbeddingShardingConte
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.streams import keep_for_current_stream
-from torchrec_picasso.rows.batch_rows import PartRows
+from torchrec_picasso.rows.batch_rows import MicroBatchRows
 
 _NOT_COMPILED = (
     "hot/cold tables do not support compiled autograd, which traces neither the messages that "
@@ -33,7 +33,7 @@ _NOT_COMPILED = (
 )
 
 
-class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Tensor]):
+class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, MicroBatchRows, Tensor]):
     """Turns fetched rows into a module's output."""
 
     def __init__(self, plan: PackPlan, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Te
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
     def forward(
-        self, local_embs: PartRows, sharding_ctx: EmbeddingShardingContext | None = None
+        self, local_embs: MicroBatchRows, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> Awaitable[Tensor]:
         """Makes the awaitable of the output of one micro-batch.
 
@@ -53,7 +53,7 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Te
         return Later(partial(self._pool, local_embs, torch.is_grad_enabled()))
 
     @torch.compiler.disable  # a compiled dense part waits here for messages, which are not traced
-    def _pool(self, rows: PartRows, needs_grad: bool) -> Tensor:
+    def _pool(self, rows: MicroBatchRows, needs_grad: bool) -> Tensor:
         with torch.set_grad_enabled(needs_grad and torch.is_grad_enabled()):
             scales_M = [keep_for_current_stream(scales) for scales in rows.scales_M]
             pieces = _PoolArrivals.apply(self._anchor, rows, *scales_M)
@@ -64,7 +64,7 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Te
             rows.end()
         return output
 
-    def _side_by_side(self, rows: PartRows, pieces: Sequence[Tensor]) -> Tensor:
+    def _side_by_side(self, rows: MicroBatchRows, pieces: Sequence[Tensor]) -> Tensor:
         """Joins the pooled matrices to the shape that :meth:`HotColdOutputDist.forward` gives."""
         remaining = iter(pieces)
         columns = [
@@ -94,7 +94,7 @@ class _PoolArrivals(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, rows: PartRows, *scales_M: Tensor | None
+        ctx: Any, anchor: Tensor, rows: MicroBatchRows, *scales_M: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.sink, ctx.pooling_M = rows.sink, rows.pooling_M
         ctx.rows_M, pieces_M = [], []

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.rows.batch_rows import PartRows
+from torchrec_picasso.rows.batch_rows import MicroBatchRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.rows.valid_features import valid_features
@@ -76,15 +76,17 @@ class ModuleGroup:
         with torch.no_grad():
             return RowRequest(self.row_group, by_module, sizes, has_data, validated)
 
-    def output(self, name: str, parts: Sequence[tuple[PartRows, int]]) -> LazyAwaitable[Any]:
+    def output(
+        self, name: str, acquired: Sequence[tuple[MicroBatchRows, int]]
+    ) -> LazyAwaitable[Any]:
         """Computes a module's output from the rows and numbers of samples of micro-batches."""
         self.row_group.check_unwritten()
         module = self.modules[name]
         compute = partial(spread, module) if self._is_odd else module.output
-        outputs = [compute(part) for part, _ in parts]
+        outputs = [compute(rows) for rows, _ in acquired]
         if len(outputs) == 1:
             return outputs[0]
-        sizes = [size for _, size in parts]
+        sizes = [size for _, size in acquired]
         return LazyNoWait(join_outputs([output.wait() for output in outputs], sizes))
 
 

@@ -62,7 +62,7 @@ class Program:
 
 
 def _for_each_group(method: Callable[[GroupBatch], Callable[..., None]]) -> Callable[..., None]:
-    """Makes an operation that calls a method of every module group's part of the batch."""
+    """Makes an operation that calls a method of every module group's view of the batch."""
 
     def run(_: Operations, inflight: InFlightBatch, index: int | None = None, **wave: int) -> None:
         chunk = () if index is None else (index,)
@@ -154,8 +154,8 @@ class Operations:
         for each in inflight.groups:
             # The model calls the module later; the call waits for the rows of its micro-batch.
             for number, (name, module) in enumerate(each.group.modules.items()):
-                parts = inflight.acquire(run.parts, each, name, number)
-                module.forward.take(partial(each.group.output, name, parts))
+                acquired = inflight.acquire(run.micro_batches, each, name, number)
+                module.forward.take(partial(each.group.output, name, acquired))
         inflight.compute_full_outputs(self.taken.plain)
         sizes = [each.num_samples for each in runs]
         for name, module in self.taken.plain.items():
