@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.cost.hot_cold import (
-    HotColdTotals,
-    exchange_bytes,
-    exchange_times,
-)
+from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes, exchange_times
 from torchrec_picasso.cost.local import DenseTimes, LocalCosts, SideCosts
 from torchrec_picasso.cost.step_price import StepPricer, _first_used, _shares
 from torchrec_picasso.cost.stock import stock_cost

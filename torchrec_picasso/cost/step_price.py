@@ -153,7 +153,7 @@ class StepPricer:
             return exchange(num_bytes, share * local.gather_ms + pool_ms)
 
         times: dict[tuple[str, int | None], OpTime] = {
-            ("request", None): exchange(sent["header"], (1 - _LAYOUT_SHARE) * local.ids_ms),
+            ("send_header", None): exchange(sent["header"], (1 - _LAYOUT_SHARE) * local.ids_ms),
             ("send_ids", None): exchange(sent["ids"] * uneven),
             ("send_dirty_mask", None): exchange(totals.cold * _MARK_BYTES),
             ("lay_out", None): OpTime(_LAYOUT_SHARE * local.ids_ms),
@@ -177,11 +177,11 @@ class StepPricer:
     ) -> None:
         """Adds the stock tables and the sums of dense gradients, in place. Stock tables are looked
         up once, before the first micro-batch; DDP waits for dense sums."""
-        request = times["request", None]
-        header = request.message
+        ours = times["send_header", None]
+        header = ours.message
         if header is not None:
             header = Message(header.ms + stock.ids_wire_ms, header.core_share)
-        times["request", None] = OpTime(request.compute_ms + stock.ids_ms, header)
+        times["send_header", None] = OpTime(ours.compute_ms + stock.ids_ms, header)
         forward = Message(stock.forward_wire_ms), stock.forward_ms
         backward = Message(stock.backward_wire_ms), stock.backward_ms
         times["forward", 0] = replace(

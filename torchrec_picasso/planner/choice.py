@@ -19,12 +19,7 @@ import numpy as np
 from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes
 from torchrec_picasso.cost.schedule_time import StepPrice
 from torchrec_picasso.cost.step_price import StepPricer
-from torchrec_picasso.cost.stock import (
-    StockCost,
-    marginal_stock_costs,
-    max_over_mean,
-    stock_cost,
-)
+from torchrec_picasso.cost.stock import StockCost, marginal_stock_costs, max_over_mean, stock_cost
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.placement import Form, HotColdParams, owner_pooled_waves, pack_key
 from torchrec_picasso.storage.exactness import Refusal

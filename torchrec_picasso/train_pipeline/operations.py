@@ -97,7 +97,7 @@ class Operations:
             tensors = chain.from_iterable(each.rows.layout.tensors() for each in inflight.groups)
             self._id_stream.hand_over([inflight.batch, *inflight.micro_batches_K], tensors)
 
-    def _request(self, inflight: InFlightBatch) -> None:
+    def _send_header(self, inflight: InFlightBatch) -> None:
         """Starts the header exchanges, and the input dists of non-interleaved modules."""
         for group in self.taken.groups:
             request = group.request(inflight.features_of, inflight.sizes_K, inflight.has_data)
