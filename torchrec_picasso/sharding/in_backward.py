@@ -31,7 +31,7 @@ from torchrec_picasso._torchrec import (
     GroupedPooledEmbeddingsLookup,
 )
 from torchrec_picasso.errors import CompatError, PicassoError
-from torchrec_picasso.exchange.agreement import Agreement
+from torchrec_picasso.exchange.agreement import Agreement, Flags
 from torchrec_picasso.placement import SHARDING_TYPE_OF
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows, MicroBatchRows
@@ -184,10 +184,11 @@ class _HotColdLookup:
         # A write to a home row outdates its replicas. Home rows themselves are read only now, so
         # without hot rows no rank has to be told.
         if group.num_hot_rows:
-            agreement = Agreement(group.ranks.pg, group.device, [group.was_written()])
+            flags = Flags(homes_written=group.was_written())
+            agreement = Agreement(group.ranks.pg, group.device, flags)
         rows = BatchRows(group, layout)
         rows.fetch(0)  # without lookahead all rows are in this exchange
-        if agreement is not None and any(was_written for (was_written,) in agreement.wait()):
+        if agreement is not None and Flags.largest(agreement.wait()).homes_written:
             group.apply_writes()
         rows.read_hot()
         return rows.acquire(0, partial(self._send, layout), weights_N, is_last=True)
