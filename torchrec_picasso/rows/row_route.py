@@ -164,7 +164,8 @@ class _Request(RouteRequest):
                 storage=storage,
                 hot_slots=slots - start if start else slots,
                 touched_t=touched_t,
-                cold_n=cold_n,
+                cold_n=cold_n.to(dtype),
+                incoming_n=cold_n.new_empty(int(incoming_KW.sum()), dtype=dtype),
                 outgoing=ExchangeSplits(outgoing_KW.tolist()),
                 incoming=ExchangeSplits(incoming_KW.tolist()),
             )
@@ -178,11 +179,24 @@ class _Request(RouteRequest):
                 incoming_PKW,
             )
         ]
-        return [payload for pack in self._packs for payload in pack.ids(dtype)]
+        return [
+            payload
+            for pack in self._packs
+            for payload in _by_chunk(pack.cold_n, pack.outgoing, pack.incoming_n, pack.incoming)
+        ]
 
     def dirty_mask(self, before: _Request) -> list[Payload]:
-        pairs = zip(self._packs, before._packs)
-        return [payload for pack, earlier in pairs for payload in pack.dirty_mask(earlier)]
+        payloads: list[Payload] = []
+        for pack, earlier in zip(self._packs, before._packs):
+            # One uint8 per incoming row: whether the batch before requested the same row. The mask
+            # travels back along the ids: incoming counts are sent, outgoing ones received.
+            found_n = pack.storage.which_are_among(pack.incoming_n, earlier.incoming_n)
+            pack.dirty_incoming_n = found_n.to(torch.uint8)
+            pack.dirty_outgoing_n = found_n.new_empty(pack.outgoing.num_rows, dtype=torch.uint8)
+            payloads += _by_chunk(
+                pack.dirty_incoming_n, pack.incoming, pack.dirty_outgoing_n, pack.outgoing
+            )
+        return payloads
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
         plan = self.route.plan
@@ -224,32 +238,18 @@ class _PackRequest:
     touched_t: Tensor
     """Hot slots that any rank's batch uses."""
     cold_n: Tensor
-    """Home rows that this rank requests, int64."""
+    """Home rows that this rank requests, in the wire's integer type."""
+    incoming_n: Tensor
+    """Home rows that ranks request here; filled once the ids have arrived."""
     outgoing: ExchangeSplits
     incoming: ExchangeSplits
-    incoming_rows: Tensor = field(init=False)
-    """Home rows that ranks request here."""
-    dirty: tuple[Tensor | None, Tensor | None] = None, None
-    """Whether outgoing and incoming rows are dirty, uint8; ``None`` = all are."""
-
-    def ids(self, dtype: torch.dtype) -> Iterator[Payload]:
-        self.incoming_rows = self.cold_n.new_empty(self.incoming.num_rows, dtype=dtype)
-        return _by_chunk(self.cold_n.to(dtype), self.outgoing, self.incoming_rows, self.incoming)
-
-    def dirty_mask(self, before: _PackRequest) -> Iterator[Payload]:
-        # One uint8 per incoming row: whether the batch before requested the same row. The mask
-        # travels back along the ids: incoming counts are sent, outgoing ones received.
-        found = self.storage.which_are_among(self.incoming_rows, before.incoming_rows)
-        incoming_n = found.to(torch.uint8)
-        outgoing_n = incoming_n.new_empty(self.outgoing.num_rows)
-        self.dirty = outgoing_n, incoming_n
-        return _by_chunk(incoming_n, self.incoming, outgoing_n, self.outgoing)
+    dirty_outgoing_n: Tensor | None = None
+    """Whether outgoing rows are dirty, uint8; ``None`` = all are."""
+    dirty_incoming_n: Tensor | None = None
 
     def lay_out(self, matrix: int, start: int) -> PackLayout:
-        outgoing_by_fetch, incoming_by_fetch = (
-            find_fetch_order(exchanges.counts_EW, None if dirty_n is None else dirty_n.bool())
-            for exchanges, dirty_n in zip((self.outgoing, self.incoming), self.dirty)
-        )
+        outgoing_by_fetch = find_fetch_order(self.outgoing.counts_EW, self.dirty_outgoing_n)
+        incoming_by_fetch = find_fetch_order(self.incoming.counts_EW, self.dirty_incoming_n)
         return PackLayout(
             matrix=matrix,
             start=start,
@@ -258,7 +258,11 @@ class _PackRequest:
             outgoing=self.outgoing,
             outgoing_by_fetch=outgoing_by_fetch,
             incoming=self.incoming,
-            requests=_IncomingRows.build(self.incoming_rows, incoming_by_fetch),
+            requests=_IncomingRows(
+                home_rows_n=self.incoming_n,
+                by_fetch=incoming_by_fetch,
+                rows_by_fetch_n=incoming_by_fetch.arrange(self.incoming_n),
+            ),
         )
 
 
@@ -272,15 +276,10 @@ class _IncomingRows(IncomingRequests):
     """Home rows in fetch order."""
 
     @staticmethod
-    def build(rows_n: Tensor, by_fetch: FetchOrder) -> _IncomingRows:
-        return _IncomingRows(
-            home_rows_n=rows_n, by_fetch=by_fetch, rows_by_fetch_n=by_fetch.arrange(rows_n)
-        )
-
-    @staticmethod
     def joined(batches: Sequence[_IncomingRows]) -> _IncomingRows:
         rows_n = torch.cat([incoming.home_rows_n for incoming in batches])
-        return _IncomingRows.build(rows_n, FetchOrder([[rows_n.numel()]], None))
+        by_fetch = FetchOrder([[rows_n.numel()]], order_n=None)
+        return _IncomingRows(home_rows_n=rows_n, by_fetch=by_fetch, rows_by_fetch_n=rows_n)
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
         return storage.gather(self.rows_by_fetch_n[self.by_fetch.rows(exchange)])
