@@ -89,6 +89,7 @@ FOREIGN: dict[str, set[str]] = {
     },
     "torchrec.distributed.embedding_lookup.GroupedPooledEmbeddingsLookup": {"_emb_modules"},
     "torchrec.distributed.model_tracker.model_delta_tracker.ModelDeltaTrackerTrec": {"_mode"},
+    "torchrec.distributed.dist_data.KJTAllToAllTensorsAwaitable": {"_stride_per_rank"},
     "torchrec.distributed.sharding.tw_sharding.TwSparseFeaturesDist": {"_dist"},
     "torchrec.modules.regroup.KTRegroupAsDict": {"_groups", "_keys"},
     "torch": {"_C"},
