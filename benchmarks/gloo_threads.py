@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from benchmarks.cluster import run_on_hosts, usable_rate
 from torchrec_picasso.app.cli.outputs import write_result
-from torchrec_picasso.exchange.all_to_all import start_all_to_all
+from torchrec_picasso.exchange.all_to_all import Ranks
 
 _SORTED, _TURNS, _ROUNDS = 120_000, 20, 4
 _MUCH = 1 << 30  # a bound for which ranks send messages to each other
@@ -96,10 +96,11 @@ def _on_rank(rank: int, world_size: int, question: Question) -> list[Turns]:
 def _turns(floats: int) -> tuple[float, float, float, float]:
     pg = dist.group.WORLD
     assert pg is not None
+    ranks = Ranks(pg)
     numbers, sent, received = torch.rand(_SORTED), torch.zeros(2 * floats), torch.zeros(2 * floats)
 
     def exchange(work: Callable[[], object]) -> None:
-        pending = start_all_to_all(pg, received, sent, [floats] * 2, [floats] * 2)
+        pending = ranks.start_all_to_all(received, sent, [floats] * 2, [floats] * 2, 1 << 30)
         work()
         pending.wait()
 

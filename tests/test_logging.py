@@ -7,8 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from torchrec_picasso.batches.feed import Fetched
-from torchrec_picasso.batches.id_stream import IdStream
+from torchrec_picasso.batches.feed import Fetched, IdStream
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.train_pipeline.cuts import Cuts
 from torchrec_picasso.train_pipeline.in_flight import InFlight

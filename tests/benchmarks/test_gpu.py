@@ -133,10 +133,10 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 def test_only_warnings_of_syncs_are_counted_and_places_start_at_the_package() -> None:
     sync = "called a synchronizing CUDA operation (Triggered internally)"
-    inside = "/usr/lib/torchrec_picasso/ops/order.py"
+    inside = "/usr/lib/torchrec_picasso/ops/row_order.py"
     caught = [(inside, 47, sync), (inside, 47, sync), ("/x/torch/a.py", 1, sync), ("b", 2, "else")]
     assert sync_sites(caught, num_steps=2) == {
-        "torchrec_picasso/ops/order.py:47": 1.0,
+        "torchrec_picasso/ops/row_order.py:47": 1.0,
         "torch/a.py:1": 0.5,
     }
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.exchange import agreement
 from torchrec_picasso.exchange.agreement import Agreement, Flags
-from torchrec_picasso.exchange.all_to_all import start_all_to_all
+from torchrec_picasso.exchange.all_to_all import Ranks
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,9 @@ def _agree(rank: int, world_size: int) -> list[bool]:
     found = []
     for speaking in ([], *([each] for each in range(world_size)), list(range(world_size))):
         sent, received = torch.ones(8 * world_size), torch.empty(8 * world_size)
-        rows = start_all_to_all(pg, received, sent, *[[8] * world_size] * 2, most_sent=1 << 30)
+        rows = Ranks(pg).start_all_to_all(
+            received, sent, *[[8] * world_size] * 2, most_sent=1 << 30
+        )
         asked = Agreement(pg, CPU, Flags(homes_written=rank in speaking))
         found.append(asked.wait().homes_written)
         assert asked.wait() == Flags(homes_written=found[-1]), "once is enough"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.exchange.all_to_all import start_all_to_all
+from torchrec_picasso.exchange.all_to_all import Ranks
 from torchrec_picasso.exchange.waiting import Pending
 
 NUM_EXCHANGES = 300
@@ -31,8 +31,7 @@ def _start(rank: int, world_size: int, number: int) -> tuple[Pending, Tensor, Te
     blocks = _blocks(number, world_size)
     send_W, receive_W = blocks[rank], [blocks[source][rank] for source in range(world_size)]
     output = torch.full((sum(receive_W),), -1.0)
-    pending = start_all_to_all(
-        dist.group.WORLD,
+    pending = Ranks(dist.group.WORLD).start_all_to_all(
         output,
         torch.cat([_sent(number, rank, t, n) for t, n in enumerate(send_W)]),
         receive_W,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.exchange.all_to_all import let_training_go_first, start_all_to_all
+from torchrec_picasso.exchange.all_to_all import Ranks, let_training_go_first
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are told apart on Linux")
 
@@ -28,7 +28,8 @@ def _exchange(rank: int, world_size: int, trainer_nice: int) -> tuple[list[int],
     os.setpriority(os.PRIO_PROCESS, 0, trainer_nice)
     before = _nice_of_gloo()
     received = torch.empty(world_size)
-    start_all_to_all(pg, received, torch.ones(world_size), *[[1] * 2] * 2, most_sent=2).wait()
+    sizes = [1] * world_size
+    Ranks(pg).start_all_to_all(received, torch.ones(world_size), sizes, sizes, most_sent=2).wait()
     assert received.tolist() == [1.0] * world_size
     let_training_go_first()  # once more changes nothing
     return before, _nice_of_gloo(), os.getpriority(os.PRIO_PROCESS, 0)

@@ -28,8 +28,7 @@ from torchrec_picasso._torchrec import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable
-from torchrec_picasso.ops.order import unique_rows
-from torchrec_picasso.ops.row_order import locate_rows
+from torchrec_picasso.ops.row_order import locate_rows, unique_rows
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, gradient_of_rows, pool_rows
 
 pytestmark = [

@@ -18,8 +18,7 @@ from tests.support.fake_ranks import FakeRanks, fake_ranks
 from torchrec_picasso._torchrec import EmbOptimType
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.storage.hot_homes import HotHomes
-from torchrec_picasso.storage.row_storage import RowStorage
+from torchrec_picasso.storage.row_storage import HotHomes, RowStorage
 
 CPU = torch.device("cpu")
 LEARNING_RATE = 0.5

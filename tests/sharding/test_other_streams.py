@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.sharding.jobs import ODD, PLAIN, Job, build, make_batch, storages_of
 from tests.train_pipeline.stream_races import RaceDetector
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.ops import order, streams
+from torchrec_picasso.ops import row_order, streams
 from torchrec_picasso.ops.streams import WriteOrder
 from torchrec_picasso.rows.group import RowBuffers
 from torchrec_picasso.storage.row_storage import RowStorage
@@ -86,7 +86,7 @@ def _train(
 
 
 def _run(rank: int, world_size: int) -> dict[str, set[str]]:
-    order._RADIX_KEYS.clear()  # what numpy sorts, the detector does not see
+    row_order._RADIX_KEYS.clear()  # what numpy sorts, the detector does not see
     found = {name: _train(rank, world_size, job) for name, job in JOBS.items()}
     found["order"] = _train(rank, world_size, JOBS["one_table"], write_order=_Careless)
     found["memory"] = _train(rank, world_size, JOBS["weighted_packs"], stream_of=_no_stream)

@@ -22,7 +22,7 @@ class _Started:
 
 
 class FakeRanks:
-    """One of some ranks; stands in for ``exchange.ranks.Ranks``."""
+    """One of some ranks; stands in for ``exchange.all_to_all.Ranks``."""
 
     row_codec = gradient_codec = None
 

@@ -18,14 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchrec_picasso.exchange import ranks
-from torchrec_picasso.exchange.all_to_all import start_all_to_all
+from torchrec_picasso.exchange.all_to_all import Ranks
 from torchrec_picasso.exchange.waiting import Pending
 from torchrec_picasso.ops import streams as device_streams
 
@@ -86,17 +84,21 @@ class RaceDetector(TorchDispatchMode):
             is_ours = device is not None and torch.device(device).type == "cuda"
             return self if is_ours else original(device)
 
+        started = Ranks.start_all_to_all
+
+        def start_all_to_all(
+            ranks: Ranks, output_m: Tensor, input_n: Tensor, *sizes: Any
+        ) -> Pending:
+            self._check_use(input_n, self._current.stream_id, "all-to-all")
+            return self._watch(started(ranks, output_m, input_n, *sizes), output_m, input_n)
+
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "get_device_module", module_of)
-            patch.setattr(ranks, "start_all_to_all", self._start_all_to_all)
+            patch.setattr(Ranks, "start_all_to_all", start_all_to_all)
             patch.setattr(device_streams, "_current_stream", lambda device: self._current)
             yield
 
-    def _start_all_to_all(
-        self, pg: dist.ProcessGroup, output_m: Tensor, input_n: Tensor, *sizes: Any
-    ) -> Pending:
-        self._check_use(input_n, self._current.stream_id, "all-to-all")
-        pending = start_all_to_all(pg, output_m, input_n, *sizes)
+    def _watch(self, pending: Pending, output_m: Tensor, input_n: Tensor) -> Pending:
         if output_m.nbytes < output_m.untyped_storage().nbytes():
             # a slice of rows or gradients; the others' uses look like its own
             return _Watched(self, pending, None, input_n)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from torchrec_picasso.cost.curves import COLLECTIVES, CommCurves, Curve
 from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.exchange.all_to_all import start_all_to_all
+from torchrec_picasso.exchange.all_to_all import Ranks
 
 _BYTES_PER_FLOAT = 4
 _MIN_BYTES, _GROWTH = 4 << 10, 4
@@ -161,7 +161,7 @@ def _prepare(
     Returns the bytes that the busiest rank sends or receives with a bandwidth-optimal algorithm, so
     that curves of different world sizes can be compared; and the function to time.
     """
-    world_size = pg.size()
+    ranks, world_size = Ranks(pg), pg.size()
     share = max(1, numel // world_size)  # one of W equal shares stays on the rank
     whole, other = (torch.zeros(share * world_size, device=device) for _ in range(2))
     part, block_W = torch.zeros(share, device=device), [share] * world_size
@@ -169,7 +169,7 @@ def _prepare(
     row_exchange = other, whole, block_W, block_W, 4 * whole.numel()
     calls: dict[str, Callable[[], object]] = {
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=pg),
-        "row_exchange": lambda: start_all_to_all(pg, *row_exchange).wait(),
+        "row_exchange": lambda: ranks.start_all_to_all(*row_exchange).wait(),
         "all_reduce": lambda: dist.all_reduce(whole, group=pg),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=pg),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=pg),

@@ -1,11 +1,16 @@
-"""An all-to-all of uneven blocks that uses the link in both directions at once.
+"""The ranks that tables are sharded over and their collectives; an all-to-all of uneven blocks.
 
-gloo's own all-to-all posts its sends before its receives. A late rank therefore writes its data
-ahead of the notice that it is ready to receive, on the same connection, and its peer's data waits
-until all of that is through: the link carries one direction at a time. Ranks of a real step never
-arrive at the same time. Messages between pairs of ranks, with receives posted first, avoid the
-problem: 110 instead of 60 MB/s per direction between 2 ranks on 1 Gbit/s, 110 instead of 80 among 3
-(``benchmarks/cluster``, 8 MB a pair). The all-to-all of other backends does not have this problem.
+All communication of rows passes through :class:`Ranks`, so the process group and the precision of
+rows and gradients on the wire are chosen in one place. Rows and gradients use TorchRec's codecs of
+``SEQUENCE_EMBEDDINGS_ALL_TO_ALL``; ids and sums are never encoded.
+
+The all-to-all uses the link in both directions at once. gloo's own posts its sends before its
+receives. A late rank therefore writes its data ahead of the notice that it is ready to receive, on
+the same connection, and its peer's data waits until all of that is through: the link carries one
+direction at a time. Ranks of a real step never arrive at the same time. Messages between pairs of
+ranks, with receives posted first, avoid the problem: 110 instead of 60 MB/s per direction between 2
+ranks on 1 Gbit/s, 110 instead of 80 among 3 (``benchmarks/cluster``, 8 MB a pair). The all-to-all
+of other backends does not have this problem.
 
 Small exchanges take gloo's all-to-all, which a thread of the process group posts: the training
 thread spends 0.04 ms on it instead of 0.12, and no thread retries a lock that another holds. Up to
@@ -34,7 +39,7 @@ import contextlib
 import os
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -42,8 +47,16 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchrec.distributed.types import CommOp
 
-from torchrec_picasso.exchange.waiting import Pending, note_sent
+from torchrec_picasso._torchrec import (
+    QuantizedCommCodecs,
+    get_gradient_division,
+)
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.exchange.waiting import Pending, note_all_reduce, note_sent
+
+_PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
 
 _THREAD_NAME = "gloo_tcp_loop"
 _NICE = 5
@@ -58,33 +71,85 @@ _TAGS = range(1 << 28, (1 << 28) + (1 << 20))
 """Far from the small tags of users' own messages."""
 
 
-def start_all_to_all(
-    pg: dist.ProcessGroup,
-    output_m: Tensor,
-    input_n: Tensor,
-    receive_W: Sequence[int],
-    send_W: Sequence[int],
-    most_sent: int,
-) -> Pending:
-    """Starts sending ``send_W[w]`` elements to rank ``w``. Collective.
+class Ranks:
+    """One rank and its peers, with TorchRec's registry of wire precisions.
 
-    Both vectors are contiguous and grouped by rank. The output is complete after the handle's
-    ``wait``; until then the input must stay alive and unchanged. ``most_sent`` is a bound of the
-    elements that a rank sends, equal on all ranks: by it they choose the same way. Costs one
-    collective, or ``W - 1`` messages each way if that may be much and the backend is gloo.
+    Raises:
+        CompatError: If a precision is not FP32, FP16 or BF16.
     """
-    note_sent((sum(send_W) - send_W[pg.rank()]) * input_n.element_size())
-    by_gloo = input_n.device.type == "cpu" and _is_gloo(pg)
-    if by_gloo:
-        connect(pg)
-    if by_gloo and most_sent * input_n.element_size() > _SMALL_BYTES:
-        works = _start_messages(_traffic[pg], output_m, input_n, receive_W, send_W)
-        return _Exchange(_traffic[pg], works)
-    group = _traffic[pg].group if by_gloo else pg
-    work: Pending = dist.all_to_all_single(
-        output_m, input_n, list(receive_W), list(send_W), group=group, async_op=True
-    )
-    return _Exchange(_traffic[pg], [work]) if by_gloo else work
+
+    def __init__(
+        self, pg: dist.ProcessGroup, codecs: Mapping[str, QuantizedCommCodecs] | None = None
+    ) -> None:
+        self.pg = pg
+        self.rank, self.size = pg.rank(), pg.size()
+        row_codecs = (codecs or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
+        self.row_codec = row_codecs.forward if row_codecs else None
+        """Wire precision of rows; ``None`` = float32, without a codec."""
+        self.gradient_codec = row_codecs.backward if row_codecs else None
+        """Wire precision of gradients; ``None`` = float32, without a codec."""
+        for precision in self.wire:
+            if precision not in _PRECISIONS:
+                raise CompatError(
+                    f"the wire precision {precision} of SEQUENCE_EMBEDDINGS_ALL_TO_ALL is not "
+                    "supported for hot/cold tables; use CommType.FP32, FP16 or BF16"
+                )
+
+    @property
+    def wire(self) -> tuple[torch.dtype, torch.dtype]:
+        """Wire precision of rows, and of gradients."""
+        codecs = self.row_codec, self.gradient_codec
+        rows, gradients = (c.quantized_dtype if c else torch.float32 for c in codecs)
+        return rows, gradients
+
+    @property
+    def gradient_divisor(self) -> int:
+        """Divisor of gradient sums over ranks: TorchRec trains with their mean."""
+        return self.size if get_gradient_division() else 1
+
+    def start_all_to_all(
+        self,
+        output_m: Tensor,
+        input_n: Tensor,
+        receive_W: Sequence[int],
+        send_W: Sequence[int],
+        most_sent: int,
+    ) -> Pending:
+        """Starts sending ``send_W[w]`` elements to rank ``w``. Collective.
+
+        Both vectors are contiguous and grouped by rank. The output is complete after the handle's
+        ``wait``; until then the input must stay alive and unchanged. ``most_sent`` is a bound of
+        the elements that a rank sends, equal on all ranks: by it they choose the same way. Costs
+        one collective, or ``W - 1`` messages each way if that may be much and the backend is gloo.
+        """
+        note_sent((sum(send_W) - send_W[self.rank]) * input_n.element_size())
+        pg, sizes = self.pg, (list(receive_W), list(send_W))
+        by_gloo = input_n.device.type == "cpu" and _is_gloo(pg)
+        if by_gloo:
+            connect(pg)
+        if by_gloo and most_sent * input_n.element_size() > _SMALL_BYTES:
+            works = _start_messages(_traffic[pg], output_m, input_n, *sizes)
+            return _Exchange(_traffic[pg], works)
+        group = _traffic[pg].group if by_gloo else pg
+        work: Pending = dist.all_to_all_single(
+            output_m, input_n, *sizes, group=group, async_op=True
+        )
+        return _Exchange(_traffic[pg], [work]) if by_gloo else work
+
+    def start_sum(self, values: Tensor) -> Pending:
+        """Starts summing values over ranks, in place. Collective.
+
+        A ring sends ``2 (W - 1) / W`` of the values.
+        """
+        note_all_reduce(values.nbytes, self.size)
+        work: Pending = dist.all_reduce(values, group=self.pg, async_op=True)
+        return work
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Gathers the values, of equal shape, of all ranks: shape ``(W, ...)``. Collective."""
+        gathered = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(gathered, values.contiguous(), group=self.pg)
+        return torch.stack(gathered)
 
 
 class _Traffic:
@@ -141,14 +206,14 @@ def _start_messages(
     traffic: _Traffic,
     output_m: Tensor,
     input_n: Tensor,
-    receive_W: Sequence[int],
-    send_W: Sequence[int],
+    receive_W: list[int],
+    send_W: list[int],
 ) -> list[Pending]:
     """Starts a message to and one from every other rank; empty blocks send no message."""
     group, tag = traffic.group, next(traffic.tags)
     rank, world_size = group.rank(), group.size()
-    received_W = output_m.split(list(receive_W))
-    sent_W = input_n.split(list(send_W))
+    received_W = output_m.split(receive_W)
+    sent_W = input_n.split(send_W)
     # Each rank starts with a different peer, so that no link gets all messages at once.
     # Receives are posted in reverse order, which is the order in which peers send to this rank.
     others = [(rank + distance) % world_size for distance in range(1, world_size)]

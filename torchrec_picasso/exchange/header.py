@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_picasso.exchange.ranks import Ranks
+from torchrec_picasso.exchange.all_to_all import Ranks
 from torchrec_picasso.exchange.waiting import wait_for
 
 _NUM_OWN_WORDS = 3

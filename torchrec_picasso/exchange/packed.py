@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso._torchrec import QuantizedCommCodec
-from torchrec_picasso.exchange.ranks import Ranks
+from torchrec_picasso.exchange.all_to_all import Ranks
 from torchrec_picasso.exchange.waiting import wait_for
 from torchrec_picasso.ops.streams import keep_for_current_stream
 

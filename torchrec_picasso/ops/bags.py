@@ -1,19 +1,41 @@
-"""Reorders bags from KeyedJaggedTensor order to the order in which pooled embeddings are stored.
+"""The bags of a batch: their order, and the pooling of its micro-batches.
 
 A KeyedJaggedTensor stores bags by feature; a pooled output ``(B, F * D)`` stores them by sample.
 Reordering the lookups (integers) before the gather costs 1 ms; transposing the pooled rows (B * F *
 D floats) would cost a pass over 54 MB at B=4,096, F=26, D=128. With a different batch size per
 feature the output is flat and feature-major, so the order does not change. Sequences also remain in
-feature order, within each micro-batch ("part").
+feature order, within each micro-batch.
+
+Bags are ordered by micro-batch, so the lookups of a micro-batch are one slice of each matrix's
+lookups, and forward only slices. Backward needs the lookups grouped by row. The batch is already
+sorted by id. With one micro-batch, the groups are put in request order, the order in which
+gradients are sent. With several micro-batches, one stable sort of small integers distributes the
+lookups, already grouped by row, over the micro-batches; sorting the rows of each micro-batch would
+cost K comparison sorts.
+
+A schedule splits by samples. Without a split the batch is one micro-batch; only then may every
+feature have its own batch size. The lookups of one micro-batch of a matrix are one run, in bag
+order. A sequence matrix has one run per feature, because each feature is a separate output whose
+length the host must know.
+
+Shape letters: F features, G (micro-batch, row) pairs, J runs, K micro-batches, M matrices, N
+lookups, S bags, U unique rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.ops.row_order import LocatedRows, UniqueRows, stable_order
+from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
+
+Counts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -92,3 +114,232 @@ def reorder_bags(
             _, source_N, _ = permute(order_S, old_lengths_S, source_N, None, source_N.numel())
     offsets_S1 = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths_S.to(torch.int64))
     return Bags(ids_N=ids_N, offsets_S1=offsets_S1, source_N=source_N)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchCut:
+    """The micro-batches of the features of a route."""
+
+    runs_MK: Sequence[Sequence[Sequence[int]]]
+    """Number of bags of each run, by matrix and micro-batch."""
+    mean_MK: Sequence[Sequence[Tensor | None]]
+    """Whether a bag is averaged, by matrix and micro-batch, bool, in bag order; ``None`` = none."""
+    is_sequence_M: Sequence[bool]
+    """Whether a matrix is of sequences."""
+
+    @staticmethod
+    def from_strides(
+        strides_F: Sequence[int], sizes_K: Sequence[int | None], plan: PackPlan
+    ) -> BatchCut:
+        """Splits the features of a route with ``strides_F`` bags into samples of each micro-batch.
+
+        ``sizes_K`` is one ``None`` if every feature has its own batch size.
+        """
+        # Bags of each feature, by micro-batch.
+        bags_KF = [strides_F if size is None else [size] * len(strides_F) for size in sizes_K]
+        runs_MK, mean_MK = [], []
+        ends = accumulate(plan.features_M)
+        matrices = zip(ends, plan.features_M, plan.is_sequence_M, plan.mean_MF)
+        for end, num, is_sequence, mean_F in matrices:
+            own_KF = [bags_F[end - num : end] for bags_F in bags_KF]
+            # A pooled matrix has one run per micro-batch, a sequence matrix one per feature.
+            runs_MK.append([list(bags_F) if is_sequence else [sum(bags_F)] for bags_F in own_KF])
+            mean_MK.append(
+                [
+                    None if mean_F is None else _flags(mean_F, size, bags_F)
+                    for size, bags_F in zip(sizes_K, own_KF)
+                ]
+            )
+        return BatchCut(runs_MK=runs_MK, mean_MK=mean_MK, is_sequence_M=plan.is_sequence_M)
+
+    @property
+    def num_parts(self) -> int:
+        """Number of micro-batches, K."""
+        return len(self.runs_MK[0])
+
+    @property
+    def bags_by_part(self) -> list[list[int]]:
+        """Number of bags, by matrix and micro-batch."""
+        return [[sum(runs) for runs in runs_K] for runs_K in self.runs_MK]
+
+    @property
+    def bags_by_run(self) -> list[int]:
+        """Number of bags of each run, consecutive over matrices and micro-batches."""
+        return [bags for runs_K in self.runs_MK for runs in runs_K for bags in runs]
+
+    @property
+    def part_by_run(self) -> list[int]:
+        """Micro-batch of each run."""
+        return [part for runs_K in self.runs_MK for part, runs in enumerate(runs_K) for _ in runs]
+
+    def by_part(self, numbers_J: Sequence[int]) -> list[list[list[int]]]:
+        """Groups one number per run, in run order, by matrix and micro-batch."""
+        numbers = iter(numbers_J)
+        return [[[next(numbers) for _ in runs] for runs in runs_K] for runs_K in self.runs_MK]
+
+
+def count_lookups(offsets_S1: Tensor, bags_J: Sequence[int]) -> Tensor:
+    """Counts the lookups of consecutive runs of ``bags_J`` bags: int64, on the offsets' device."""
+    # The edges are copied to the device without a host sync.
+    edges = torch.tensor([0, *accumulate(bags_J)]).to(offsets_S1.device, non_blocking=True)
+    return torch.diff(offsets_S1.index_select(0, edges).to(torch.int64))
+
+
+def part_of_lookup(counts_J: Tensor, part_J: Sequence[int], num_lookups: int) -> Tensor:
+    """Returns the micro-batch of each lookup in bag order, int64, shape ``(N,)``.
+
+    ``counts_J`` is a result of :func:`count_lookups`, ``part_J`` the micro-batch of each run.
+    """
+    parts = torch.tensor(part_J, dtype=torch.int64).to(counts_J.device, non_blocking=True)
+    return torch.repeat_interleave(parts, counts_J, output_size=num_lookups)
+
+
+def cut_pooling(
+    bags: Bags,
+    rows: UniqueRows,
+    located: LocatedRows,
+    row_position_U: Tensor,
+    cut: BatchCut,
+    *,
+    part_N: Tensor | None,
+    lookups_MK: Counts,
+    rows_M: Sequence[int],
+) -> list[list[PoolingIndex]]:
+    """Splits the pooling of a batch into the pooling of its micro-batches.
+
+    Args:
+        bags: Lookups of the whole batch in bag order.
+        rows: Unique rows of the batch, by matrix.
+        located: The unique rows in request order.
+        row_position_U: Position of each unique row among the fetched rows, int64.
+        cut: The micro-batches.
+        part_N: Result of :func:`part_of_lookup`; ``None`` for one micro-batch.
+        lookups_MK: Number of lookups, on the host.
+        rows_M: Number of rows.
+
+    Returns:
+        The pooling by micro-batch and matrix.
+
+    Cost:
+        O(N) for one micro-batch. For several one stable sort of N small integers, and two host
+        syncs on CUDA: for G, and for where each group begins.
+    """
+    offsets_S1 = bags.offsets_S1
+    # Shape (N,), in bag order: the fetched row of each lookup, counted over all matrices.
+    row_of_lookup_N = row_position_U.index_select(0, rows.row_of_lookup_N)
+    lookups_KM = [list(counts) for counts in zip(*lookups_MK)]
+    # groups_KM: number of distinct rows.
+    if part_N is None:
+        grouped, groups_KM = _group_whole(rows, located), [list(rows_M)]
+    else:
+        grouped, groups_KM = _group_by_part(rows, located, part_N, lookups_KM)
+    # Shape (N,): the bag of each lookup, from bag order to lookups grouped by row. In a sequence
+    # matrix every lookup is its own bag.
+    bags_by_row_N = grouped.lookups_N
+    if not all(cut.is_sequence_M):
+        bag_N = bag_of_lookup(offsets_S1, grouped.lookups_N.numel())
+        bags_by_row_N = bag_N.index_select(0, grouped.lookups_N)
+    # Bags and lookups are ordered by (matrix, micro-batch), groups and their lookups by
+    # (micro-batch, matrix): hence two index computations below.
+    bag_at, lookup_at = _edges(cut.bags_by_part), _edges(lookups_MK)
+    row_at = [0, *accumulate(rows_M)]
+    group_at, grouped_at = _edges(groups_KM), _edges(lookups_KM)
+    num_parts, num_matrices = len(groups_KM), len(rows_M)
+
+    def pooling(part: int, matrix: int) -> PoolingIndex:
+        index = matrix * num_parts + part
+        first_bag, end_bag = bag_at[index : index + 2]
+        low, high = lookup_at[index : index + 2]
+        index = part * num_matrices + matrix
+        by_row = slice(*grouped_at[index : index + 2])
+        groups = slice(*group_at[index : index + 2])
+        # All slices below count from the start of the batch; _shift makes them count from the start
+        # of the matrix (rows) or of the micro-batch (lookups, bags).
+        offsets_U1 = grouped.offsets_G1[groups.start : groups.stop + 1]
+        gradient_position_U = None
+        if grouped.gradient_position_G is not None:
+            gradient_position_U = _shift(grouped.gradient_position_G[groups], row_at[matrix])
+        lookups_by_row_N = _shift(grouped.lookups_N[by_row], low)
+        bag_offsets_S1, part_bags_by_row_N = None, lookups_by_row_N
+        if not cut.is_sequence_M[matrix]:
+            bag_offsets_S1 = _shift(offsets_S1[first_bag : end_bag + 1], low)
+            part_bags_by_row_N = _shift(bags_by_row_N[by_row], first_bag)
+        return PoolingIndex(
+            row_of_lookup_N=_shift(row_of_lookup_N[low:high], row_at[matrix]),
+            bag_offsets_S1=bag_offsets_S1,
+            bags_by_row_N=part_bags_by_row_N,
+            lookups_by_row_N=lookups_by_row_N,
+            row_offsets_U1=_shift(offsets_U1, by_row.start),
+            mean_S=cut.mean_MK[matrix][part],
+            gradient_position_U=gradient_position_U,
+            source_N=None if bags.source_N is None else bags.source_N[low:high],
+        )
+
+    return [[pooling(part, matrix) for matrix in range(num_matrices)] for part in range(num_parts)]
+
+
+@dataclass(frozen=True)
+class _Grouped:
+    """Lookups grouped by row; groups are ordered by micro-batch, then matrix."""
+
+    lookups_N: Tensor
+    offsets_G1: Tensor
+    """First lookup of each group; the last entry is N."""
+    gradient_position_G: Tensor | None
+    """Position in request order of each group's row; ``None`` = the groups are in request order."""
+
+
+def _group_whole(rows: UniqueRows, located: LocatedRows) -> _Grouped:
+    # Move whole segments (the lookups of one row) from ascending id order to request order.
+    counts_U, lookups_N, _ = torch.ops.fbgemm.permute_1D_sparse_data(
+        located.order_U.to(torch.int32),
+        rows.counts_U,
+        rows.lookups_by_row_N,
+        None,
+        rows.lookups_by_row_N.numel(),
+    )
+    offsets_U1 = torch.ops.fbgemm.asynchronous_complete_cumsum(counts_U)
+    return _Grouped(lookups_N, offsets_U1, gradient_position_G=None)
+
+
+def _group_by_part(
+    rows: UniqueRows, located: LocatedRows, part_N: Tensor, lookups_KM: Counts
+) -> tuple[_Grouped, list[list[int]]]:
+    """Groups lookups by row in each micro-batch; counts groups by (micro-batch, matrix)."""
+    edges = torch.tensor(_edges(lookups_KM)).to(part_N.device, non_blocking=True)
+    # lookups_by_row_N is grouped by row. A stable sort by micro-batch keeps this grouping within
+    # each micro-batch, so N keys below K suffice.
+    order_N = stable_order(part_N.index_select(0, rows.lookups_by_row_N), len(lookups_KM))
+    lookups_N = rows.lookups_by_row_N.index_select(0, order_N)
+    row_N = rows.row_of_lookup_N.index_select(0, lookups_N)
+    # Shape (G,): a group starts where the row changes or a new (micro-batch, matrix) begins. The
+    # mask has one entry more than rows, so that the last edge (= N) is a valid index.
+    is_start_N1 = torch.ones(row_N.numel() + 1, dtype=torch.bool, device=row_N.device)
+    torch.ne(row_N[1:], row_N[:-1], out=is_start_N1[1:-1])
+    is_start_N1.index_fill_(0, edges, True)
+    start_G = is_start_N1[:-1].nonzero().squeeze(1)
+    # The only host copy: G_km = number of group starts between neighbouring edges.
+    groups_KM = torch.diff(torch.searchsorted(start_G, edges)).view(len(lookups_KM), -1).tolist()
+    row_G = row_N.index_select(0, start_G)
+    grouped = _Grouped(
+        lookups_N,
+        torch.cat([start_G, edges[-1:]]),
+        gradient_position_G=located.position_U.index_select(0, row_G),
+    )
+    return grouped, groups_KM
+
+
+def _edges(counts: Counts) -> list[int]:
+    """Returns the start of each counted range in a concatenation, and the end of the last range."""
+    return [0, *accumulate(count for row in counts for count in row)]
+
+
+def _shift(values: Tensor, start: int) -> Tensor:
+    return values - start if start else values
+
+
+def _flags(mean_F: Tensor, size: int | None, bags_F: Sequence[int]) -> Tensor:
+    """Whether each bag is averaged; bags are ordered by sample, or by feature without a size."""
+    if size is not None:
+        return mean_F.repeat(size)
+    return mean_F.repeat_interleave(torch.tensor(bags_F, device=mean_F.device))

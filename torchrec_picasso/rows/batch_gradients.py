@@ -19,7 +19,7 @@ from torchrec_picasso.exchange.packed import HotReduction, PackedAllToAll, Paylo
 from torchrec_picasso.rows.group import Matrices, RowGroup
 from torchrec_picasso.rows.request import RowLayout
 from torchrec_picasso.rows.route import IncomingRequests, PackLayout
-from torchrec_picasso.storage.hot_homes import TouchedHot
+from torchrec_picasso.storage.row_storage import TouchedHot
 
 
 class BatchGradients:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.exchange.ranks import Ranks
+from torchrec_picasso.exchange.all_to_all import Ranks
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.rows.pooled_route import PooledRoute

@@ -20,7 +20,7 @@ from torchrec_picasso.exchange.waiting import wait_for
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.rows.refresh_policy import Refresh
 from torchrec_picasso.rows.route import Route
-from torchrec_picasso.storage.hot_homes import HotHomes
+from torchrec_picasso.storage.row_storage import HotHomes
 
 _LEAST_USES = 1.0
 """Smallest access count of a candidate: rarer rows would enter by noise."""

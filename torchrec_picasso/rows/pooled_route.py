@@ -50,8 +50,7 @@ from torchrec_picasso.rows.route import (
     RouteLayout,
     RouteRequest,
 )
-from torchrec_picasso.storage.hot_homes import TouchedHot
-from torchrec_picasso.storage.row_storage import RowStorage
+from torchrec_picasso.storage.row_storage import RowStorage, TouchedHot
 
 _WEIGHTS_LEFT = (
     "per-sample weights changed between the input dist and the lookup (as by a feature processor), "

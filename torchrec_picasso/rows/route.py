@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_picasso.exchange.all_to_all import Ranks
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
-from torchrec_picasso.exchange.ranks import Ranks
 from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable, table_bases
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import ExchangeSplits, FetchOrder
-from torchrec_picasso.storage.hot_homes import TouchedHot
-from torchrec_picasso.storage.row_storage import RowStorage
+from torchrec_picasso.storage.row_storage import RowStorage, TouchedHot
 
 
 @dataclass(eq=False, repr=False)

@@ -26,16 +26,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
-from torchrec_picasso.ops.bags import bag_order, reorder_bags
-from torchrec_picasso.ops.ids import pack_bits
-from torchrec_picasso.ops.order import unique_rows
-from torchrec_picasso.ops.pack_plan import PackPlan
-from torchrec_picasso.ops.part_pooling import (
+from torchrec_picasso.ops.bags import (
     BatchCut,
+    bag_order,
     count_lookups,
     cut_pooling,
     part_of_lookup,
+    reorder_bags,
 )
+from torchrec_picasso.ops.ids import pack_bits
+from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
     FetchOrder,
@@ -43,6 +43,7 @@ from torchrec_picasso.ops.row_order import (
     find_fetch_order,
     first_use_chunks,
     locate_rows,
+    unique_rows,
 )
 from torchrec_picasso.ops.segment_reduction import (
     PoolingIndex,
@@ -59,8 +60,7 @@ from torchrec_picasso.rows.route import (
     RouteLayout,
     RouteRequest,
 )
-from torchrec_picasso.storage.hot_homes import TouchedHot
-from torchrec_picasso.storage.row_storage import RowStorage
+from torchrec_picasso.storage.row_storage import RowStorage, TouchedHot
 
 
 class RowRoute(Route):

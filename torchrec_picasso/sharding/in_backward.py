@@ -39,7 +39,7 @@ from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowLayout, RowRequest, with_new_layout
 from torchrec_picasso.rows.valid_features import like
 from torchrec_picasso.sharding.delta_tracker import RecordLookup, row_tracker
-from torchrec_picasso.sharding.later import Later
+from torchrec_picasso.sharding.output_dist import Later
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
 
 

@@ -9,7 +9,7 @@ of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.autograd import Function
-from torchrec.distributed.types import Awaitable
+from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyGetItemMixin
 
 from torchrec_picasso._torchrec import BaseEmbeddingDist, EmbeddingShardingContext
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.batch_rows import PartRows
-from torchrec_picasso.sharding.later import Later
 
 
 class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Tensor]):
@@ -136,3 +135,18 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         for matrix_grads, rows, pooling in zip(grads_M, ctx.rows_M, pooling_M)
     ]
     return None, None, *scale_grads_M
+
+
+class Later(LazyAwaitable[Any]):
+    """The result of a function, which runs when somebody waits for it or first uses it."""
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def _wait_impl(self) -> Any:
+        return self._compute()
+
+
+class LaterByKey(LazyGetItemMixin[str, Tensor], Later):
+    """A KeyedTensor, of which an item may be taken before anybody waits."""

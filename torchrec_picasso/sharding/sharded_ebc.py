@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.sharding.later import LaterByKey
+from torchrec_picasso.sharding.output_dist import LaterByKey
 from torchrec_picasso.sharding.sharded_module import GROUP, HotColdModule, is_hot_cold
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 

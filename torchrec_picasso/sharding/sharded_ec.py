@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.streams import keep_for_current_stream
-from torchrec_picasso.sharding.later import Later
+from torchrec_picasso.sharding.output_dist import Later
 from torchrec_picasso.sharding.sharded_module import GROUP, HotColdModule
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 

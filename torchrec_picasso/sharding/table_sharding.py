@@ -29,8 +29,7 @@ from torchrec_picasso._torchrec import (
     ShardingEnv2D,
 )
 from torchrec_picasso.errors import CompatError, PlanError
-from torchrec_picasso.exchange.all_to_all import connect
-from torchrec_picasso.exchange.ranks import Ranks
+from torchrec_picasso.exchange.all_to_all import Ranks, connect
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.placement import HotColdParams, pack_key
 from torchrec_picasso.rows.group import RowGroup
@@ -40,8 +39,7 @@ from torchrec_picasso.sharding.in_backward import (
     RequestDist,
 )
 from torchrec_picasso.sharding.output_dist import HotColdOutputDist
-from torchrec_picasso.storage.hot_homes import HotHomes
-from torchrec_picasso.storage.row_storage import RowStorage
+from torchrec_picasso.storage.row_storage import HotHomes, RowStorage
 
 
 class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):

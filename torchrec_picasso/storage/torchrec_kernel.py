@@ -32,7 +32,7 @@ from torchrec_picasso._torchrec import (
     get_state_dict,
 )
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.exchange.ranks import Ranks
+from torchrec_picasso.exchange.all_to_all import Ranks
 from torchrec_picasso.storage.row_storage import RowStorage
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrec_picasso.batches.id_stream import IdStream
+from torchrec_picasso.batches.feed import IdStream
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.hot_rows import SavedUses

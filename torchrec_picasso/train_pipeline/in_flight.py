@@ -13,8 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from torchrec_picasso.batches.feed import BatchFeed, Fetched, find_data
-from torchrec_picasso.batches.id_stream import IdStream
+from torchrec_picasso.batches.feed import BatchFeed, Fetched, IdStream, find_data
 from torchrec_picasso.batches.split import micro_batch_sizes, reason_of
 from torchrec_picasso.errors import CompatError, InputError
 from torchrec_picasso.exchange.agreement import Agreement, Flags, agree_on

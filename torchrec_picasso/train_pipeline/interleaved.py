@@ -16,8 +16,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.regroup import KTRegroupAsDict
 
 from torchrec_picasso._torchrec import BackwardHookWork, InjectionSite, TrainPipelineContext
-from torchrec_picasso.batches.feed import BatchFeed, SplitBatch
-from torchrec_picasso.batches.id_stream import IdStream
+from torchrec_picasso.batches.feed import BatchFeed, IdStream, SplitBatch
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.waiting import STEP_RANGE, named_range
 from torchrec_picasso.rows.hot_rows import SavedUses

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.batches.id_stream import IdStream
+from torchrec_picasso.batches.feed import IdStream
 from torchrec_picasso.exchange.waiting import note_all_reduce
 from torchrec_picasso.rows.batch_gradients import update_rows
 from torchrec_picasso.schedule.kinds import KINDS

@@ -19,7 +19,7 @@ from torchrec_picasso._torchrec import (
     rewrite_model,
     start_data_dist,
 )
-from torchrec_picasso.batches.id_stream import IdStream
+from torchrec_picasso.batches.feed import IdStream
 from torchrec_picasso.batches.split import SPLIT_ADVICE, count_samples
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.placement import HotColdParams

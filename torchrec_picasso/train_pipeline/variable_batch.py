@@ -29,7 +29,7 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.batch_rows import PartRows
 from torchrec_picasso.rows.valid_features import padded
-from torchrec_picasso.sharding.later import LaterByKey
+from torchrec_picasso.sharding.output_dist import LaterByKey
 from torchrec_picasso.sharding.sharded_ec import spread_sequences
 
 
