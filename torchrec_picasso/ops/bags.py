@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -180,8 +181,11 @@ class BatchCut:
 
 def count_lookups(offsets_S1: Tensor, bags_J: Sequence[int]) -> Tensor:
     """Counts the lookups of consecutive runs of ``bags_J`` bags: int64, on the offsets' device."""
+    edges_J1 = [0, *accumulate(bags_J)]
+    if offsets_S1.device.type == "cpu":
+        return torch.from_numpy(np.diff(offsets_S1.numpy()[edges_J1].astype(np.int64)))
     # The edges are copied to the device without a host sync.
-    edges = torch.tensor([0, *accumulate(bags_J)]).to(offsets_S1.device, non_blocking=True)
+    edges = torch.tensor(edges_J1).to(offsets_S1.device, non_blocking=True)
     return torch.diff(offsets_S1.index_select(0, edges).to(torch.int64))
 
 

@@ -196,6 +196,8 @@ class HotSlots:
 
         Slots of each pack ascend, are counted from 0 in the pack, and are on the device.
         """
+        if not self.num_rows:
+            return [self.ids_H] * (len(self.start_P1) - 1)
         union_X = np.bitwise_or.reduce(bits_WX, axis=0)
         touched_t = np.unpackbits(union_X.view(np.uint8), bitorder="little").nonzero()[0]
         # touched_t ascends over all packs: find each pack's range, then count from 0 in the pack.
@@ -253,6 +255,8 @@ def _are_inside(rows: np.ndarray, counts: np.ndarray, limits: np.ndarray) -> boo
 
 def pack_bits(mask_H: Tensor) -> Tensor:
     """Packs a bool mask into int64 words of 64 bits each, little-endian."""
+    if not mask_H.numel():
+        return mask_H.new_empty(0, dtype=torch.int64)
     num_words = -(-mask_H.numel() // (8 * _WORD_BYTES))
     # Padded to whole words as (bytes, 8 bits); a byte is the sum of its bits times their powers.
     padded = mask_H.new_zeros(num_words * _WORD_BYTES, 8)
