@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class RowRoute(Route):
         super().__post_init__()
         # Waves of the placement, and a matrix for neighbouring packs of one dim.
         self.plan = PackPlan.build(self.tables, self.device)
-        self._bag_orders = lru_cache(maxsize=1)(bag_order)
+        self._bag_order = lru_cache(maxsize=1)(partial(bag_order, self.plan, device=self.device))
         """The permutation of bags, kept for batches of the same sizes."""
 
     def read(
@@ -92,7 +92,8 @@ class RowRoute(Route):
             # Weights are those of all features of the batch.
             end = first_lookup + num_lookups
             source_N = torch.arange(first_lookup, end, device=packed_N.device)
-        bags = reorder_bags(packed_N, features.lengths(), self.bag_order(sizes_K), source_N)
+        order_S = self._bag_order(tuple(sizes_K))
+        bags = reorder_bags(packed_N, features.lengths(), order_S, source_N)
         rows = unique_rows(bags.ids_N)
         lookups_J = count_lookups(bags.offsets_S1, cut.bags_by_run)
         micro_batch_N = chunk_U = None
@@ -118,15 +119,6 @@ class RowRoute(Route):
             located=located,
             micro_batch_N=micro_batch_N,
         )
-
-    def bag_order(self, sizes_K: Sequence[int | None]) -> Tensor | None:
-        """Returns the permutation of bags to matrix-major order; ``None`` = bags keep theirs."""
-        sizes = tuple(size for size in sizes_K if size is not None)
-        if not sizes or (not self.plan.has_pooling and len(sizes) == 1):
-            return None
-        if not any(self.plan.is_sequence_M):
-            sizes = (sum(sizes),)  # the order of pooled bags does not depend on the split
-        return self._bag_orders(self.plan.features_M, self.plan.is_sequence_M, sizes, self.device)
 
 
 @dataclass(kw_only=True)
