@@ -32,13 +32,15 @@ _PACK_MS = 0.5  # per pack, in forward and again in backward
 class HotColdTotals(Summable):
     """Expected work of one step on one rank, summed over the tables of one exchange.
 
-    An owner-pooled table counts only in ``features``, ``updated``, ``rows`` and the fields of bags.
+    An owner-pooled table counts only in ``features``, ``updated``, ``rows`` and the fields of bags;
+    a row-exchanged one is pooled on this rank, and its bags count in ``pooled_elements``.
     Fields named ``*_elements`` are numbers of rows, lookups or bags times dim.
     """
 
     features: float = 0.0
     lookups: float = 0.0
     lookup_elements: float = 0.0
+    pooled_elements: float = 0.0
     unique: float = 0.0  # distinct rows of the rank's batch
     unique_elements: float = 0.0
     cold: float = 0.0  # distinct cold rows of the rank's batch
@@ -74,6 +76,7 @@ class HotColdTotals(Summable):
             features=load.num_features,
             lookups=load.lookups,
             lookup_elements=load.lookups * load.dim,
+            pooled_elements=load.bags * load.dim,
             unique=work.unique,
             unique_elements=work.unique * load.dim,
             cold=split.cold_used,
@@ -102,7 +105,12 @@ class ExchangeTimes:
 
 
 def exchange_times(
-    totals: HotColdTotals, costs: LocalCosts, *, num_packs: int = 1, num_parts: int = 1
+    totals: HotColdTotals,
+    costs: LocalCosts,
+    *,
+    num_modules: int = 1,
+    num_packs: int = 1,
+    num_parts: int = 1,
 ) -> ExchangeTimes:
     """Predicts the local work of one step in ``num_parts`` micro-batches.
 
@@ -112,13 +120,15 @@ def exchange_times(
     """
     row_elements = totals.unique_elements + totals.bag_elements
     fetched = LocalWork(
+        calls=num_modules,
         features=totals.features,
         lookups=totals.lookups,
         rows=totals.unique + totals.bags,
         lookup_elements=totals.lookup_elements,
+        bag_elements=totals.pooled_elements,
         row_elements=row_elements,
-        # pooling buffers of one micro-batch; rows and their gradients of the whole batch
-        buffer_elements=totals.lookup_elements / num_parts + 2 * row_elements,
+        # pooled output of one micro-batch; rows and their gradients of the whole batch
+        buffer_elements=totals.pooled_elements / num_parts + 2 * row_elements,
     )
     # every rank updates all touched replicas and its own home rows
     updated = replace(
@@ -134,7 +144,11 @@ def exchange_times(
         buffer_elements=0.0,
         updated=totals.updated,
     )
-    bag_work = LocalWork(lookups=totals.bag_lookups, lookup_elements=totals.bag_lookup_elements)
+    bag_work = LocalWork(
+        lookups=totals.bag_lookups,
+        lookup_elements=totals.bag_lookup_elements,
+        bag_elements=totals.bag_elements,
+    )
     ours, million_bag_lookups = costs.hot_cold, totals.bag_lookups * 1e-6
     packs_ms = 0.0
     if num_packs > 1:  # two copies of each element in forward, two in backward

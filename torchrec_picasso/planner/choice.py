@@ -165,14 +165,11 @@ def price_plan(
     """Prices one plan; ``num_hot`` and ``stock_types`` by position, as in :class:`PricedPlan`."""
     curves, world_size, positions = pricer.curves, pricer.world_size, range(len(works))
     kinds = tuple(None if i in forms else stock_types.get(i) for i in positions)
-    # stock tables of one type share their exchanges; those of different types do not
-    stock, exchanges = (
-        StockCost(),
-        {(work.load.module, kind) for work, kind in zip(works, kinds) if kind is not None},
-    )
+    stock = StockCost()
     for kind in sorted({kind for kind in kinds if kind is not None}):
         alike = [work for work, found in zip(works, kinds) if found == kind]
-        stock = stock.plus(stock_cost(kind, alike, curves, world_size))
+        num_modules = len({work.load.module for work in alike})
+        stock = stock.plus(stock_cost(kind, alike, curves, world_size, num_modules))
     totals = HotColdTotals.sum(
         HotColdTotals.from_table(works[i], num_hot.get(i, 0), forms[i]) for i in sorted(forms)
     )
@@ -190,7 +187,6 @@ def price_plan(
         step=pricer.price(
             totals,
             stock,
-            num_stock=len(exchanges),
             num_modules=len({works[i].load.module for i in forms}),
             num_packs=num_packs(forms),
             uneven_bags=max_over_mean("table_wise", [works[i].load for i in bags], world_size),

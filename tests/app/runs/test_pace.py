@@ -1,0 +1,46 @@
+"""What calibration says on a machine that others use."""
+
+from collections.abc import Callable
+
+import pytest
+
+from torchrec_picasso.app.runs.pace import Pace
+
+
+def _clocks(slowdown: float) -> tuple[Callable[[], float], Callable[[], float]]:
+    """A wall clock that runs faster than the CPU clock."""
+    times_s = [0.0]
+
+    def cpu() -> float:
+        times_s.append(times_s[-1] + 0.01)
+        return times_s[-1]
+
+    return lambda: slowdown * times_s[-1], cpu
+
+
+@pytest.mark.parametrize(
+    ("slowdowns", "load", "signs"),
+    [
+        ((1.0, 1.0), 0.3, ()),
+        ((2.0, 2.0), 0.3, ()),  # ranks that share a core always do
+        ((1.0, 3.0), 0.3, ("took 1.0 to 3.0 times",)),
+        ((1.0, 3.0), 1.9, ("load average was 1.9 before 2 ranks", "took 1.0 to 3.0 times")),
+    ],
+)
+def test_a_busy_clock_and_a_busy_machine_are_told(
+    slowdowns: tuple[float, ...],
+    load: float,
+    signs: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    pace = Pace()
+    pace.ratios = [Pace(*_clocks(slowdown)).own_ratio() for slowdown in slowdowns]
+    warning = pace.warning(num_ranks=2, num_cores=2)
+    if not signs:
+        assert warning is None
+    else:
+        assert warning is not None and "calibrate again" in warning
+        assert all(sign in warning for sign in signs)
+    # with cores to spare, a load is no sign
+    assert "load average" not in (pace.warning(num_ranks=2, num_cores=8) or "")

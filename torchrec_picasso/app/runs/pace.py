@@ -1,0 +1,84 @@
+"""How much slower a busy loop is than its CPU time: what sharing of cores costs, and its signs.
+
+Ranks that share cores slow each other down by the same factor in every window; other programs do so
+in some windows.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from statistics import fmean
+
+import torch
+import torch.distributed as dist
+
+_BUSY_S = 0.05
+_UNEVEN = 1.1
+"""Largest mean over smallest ratio of an idle machine. Windows of two ranks on two cores with
+nothing else had ratios of 1.00 to 1.02, beside two test runs of 1.6 to 2.4."""
+
+
+class Pace:
+    """Wall time over CPU time of a busy loop on all ranks at once, in short windows.
+
+    Args:
+        wall: Timer in seconds.
+        cpu: Timer of this thread's CPU time, seconds.
+    """
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.perf_counter,
+        cpu: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._wall, self._cpu = wall, cpu
+        self._load = os.getloadavg()[0]  # before this measurement
+        self._numbers = torch.rand(1 << 16)
+        self.ratios: list[float] = []
+        """Mean over ranks, by window."""
+
+    def sample(self) -> None:
+        """Measures a window. Collective."""
+        dist.barrier()
+        ratio = torch.tensor(self.own_ratio(), dtype=torch.float64)
+        dist.all_reduce(ratio)
+        self.ratios.append(float(ratio) / dist.get_world_size())
+
+    def own_ratio(self) -> float:
+        """The ratio of this rank in one window."""
+        wall_s, cpu_s = self._wall(), self._cpu()
+        while self._cpu() - cpu_s < _BUSY_S:
+            self._numbers.sort()
+        return (self._wall() - wall_s) / (self._cpu() - cpu_s)
+
+    @property
+    def slowdown(self) -> float:
+        """What the ranks cost each other: the smallest ratio."""
+        return max(1.0, min(self.ratios, default=1.0))
+
+    def warning(self, num_ranks: int, num_cores: int) -> str | None:
+        """Signs that other programs ran, and what to do; ``None`` without signs.
+
+        Args:
+            num_ranks: Ranks on this host.
+            num_cores: Cores of this host.
+        """
+        signs = []
+        if round(self._load) and round(self._load) + num_ranks > num_cores:
+            signs.append(
+                f"the load average was {self._load:.1f} before {num_ranks} ranks started on "
+                f"{num_cores} cores"
+            )
+        if self.ratios and fmean(self.ratios) > _UNEVEN * min(self.ratios):
+            signs.append(
+                f"a busy loop took {min(self.ratios):.1f} to {max(self.ratios):.1f} times its CPU "
+                "time"
+            )
+        if not signs:
+            return None
+        return (
+            f"other programs used the cores: {', and '.join(signs)}; the curves may be too slow: "
+            "stop them and calibrate again"
+        )
