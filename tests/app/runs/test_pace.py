@@ -40,7 +40,8 @@ def test_a_busy_clock_and_a_busy_machine_are_told(
     if not signs:
         assert warning is None
     else:
-        assert warning is not None and "calibrate again" in warning
+        assert warning is not None
+        assert "calibrate again" in warning
         assert all(sign in warning for sign in signs)
     # with cores to spare, a load is no sign
     assert "load average" not in (pace.warning(num_ranks=2, num_cores=8) or "")

@@ -1,9 +1,10 @@
 """Measures the local work of a step with the real sharded modules.
 
 On the CPU the timer is the CPU time of the training thread, which excludes waiting for the network,
-scaled by the slowdown of a busy loop on all ranks that share the cores (:mod:`.pace`). An accelerator has no such
-timer: there each rank probes in a group of its own. The shapes vary tables, batch size, columns,
-repetition and ids per bag, so that each coefficient of :class:`LocalWork` can be fitted.
+scaled by the slowdown of a busy loop on all ranks that share the cores (:mod:`.pace`). An
+accelerator has no such timer: there each rank probes in a group of its own. The shapes vary tables,
+batch size, columns, repetition and ids per bag, so that each coefficient of :class:`LocalWork` can
+be fitted.
 """
 
 from __future__ import annotations
