@@ -20,7 +20,7 @@ import numpy as np
 from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes, exchange_times
-from torchrec_picasso.cost.local import DenseTimes
+from torchrec_picasso.cost.local import DenseTimes, LocalCosts
 from torchrec_picasso.cost.schedule_time import Message, OpTime, StepPrice, step_price
 from torchrec_picasso.cost.stock import StockCost
 from torchrec_picasso.schedule.schedule import Setting, backward_order
@@ -54,6 +54,11 @@ class StepPricer:
         # bytes that a rank sends in a bandwidth-optimal all-reduce of the dense gradients
         dense_bytes = 2 * (world_size - 1) / world_size * self.dense.parameter_bytes
         self.reduce = self.message("all_reduce", dense_bytes)
+
+    def with_local(self, local: LocalCosts) -> StepPricer:
+        """Returns a pricer for a core of other local costs."""
+        curves = replace(self.curves, local=local)
+        return StepPricer(curves, self.world_size, self.dense, self._micro_batch_counts)
 
     def price(
         self,

@@ -3,7 +3,8 @@
 Four plans are priced as whole steps under the schedule that runs them: all tables stock, all
 row-exchanged, all owner-pooled, and each table with the exchange that sends fewer bytes. Plans with
 row-exchanged tables are priced with several budgets of hot rows. The plan with the shortest
-predicted step is chosen; if predictions differ by less than their error, the simpler plan. Equal
+predicted step is chosen; if predictions differ by less than their error, the simpler plan. Assumed
+local costs are of one core, so a hot/cold plan must be faster with those of another core, too. Equal
 inputs give equal choices, in every process.
 
 Shape letters: G groups of rows with equal lookup counts.
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes
+from torchrec_picasso.cost.local import LocalCosts
 from torchrec_picasso.cost.schedule_time import StepPrice
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.stock import (
@@ -142,17 +144,37 @@ def choose(
         # from the simplest plan to the mixed one, each with its margin
         name = "stock"
         uniform = "rows" if priced_ms["rows"] <= priced_ms["bags"] else "bags"
-        stock_work_ms = plans[name].step.compute_ms - pricer.dense.total_ms
-        margin_ms = _STOCK_MARGIN * priced_ms[name] + _WORK_MARGIN * stock_work_ms
-        if priced_ms[uniform] <= priced_ms[name] - margin_ms:
+        if _is_faster(plans[uniform].step, plans["stock"].step, pricer):
             name = uniform
         if priced_ms["mixed"] <= priced_ms[name] * (1 - _FORMS_MARGIN):
             name = "mixed"
+        if name != "stock" and not pricer.curves.local.measured:
+            # the gain must not depend on the core that was assumed
+            newer = pricer.with_local(LocalCosts.of_newer_core())
+            steps = [
+                price_plan(
+                    works,
+                    {i: form for i, form in enumerate(plan.forms) if form is not None},
+                    dict(enumerate(plan.num_hot)),
+                    dict(enumerate(plan.stock_types)),
+                    newer,
+                ).step
+                for plan in (plans[name], plans["stock"])
+            ]
+            if not _is_faster(*steps, newer):
+                name = "stock"
         chosen = plans[name]
     stock = price({}, {}) if all(table.stock_types for table in tables) else None
     return Choice(
         **vars(chosen), works=works, stock=stock, stock_costs=stock_costs, priced_ms=priced_ms
     )
+
+
+def _is_faster(step: StepPrice, stock: StepPrice, pricer: StepPricer) -> bool:
+    """Whether a step is shorter than stock's by the margins."""
+    stock_work_ms = stock.compute_ms - pricer.dense.total_ms
+    margin_ms = _STOCK_MARGIN * stock.step_ms + _WORK_MARGIN * stock_work_ms
+    return step.step_ms <= stock.step_ms - margin_ms
 
 
 def price_plan(
