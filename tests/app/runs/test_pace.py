@@ -34,14 +34,19 @@ def test_a_busy_clock_and_a_busy_machine_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("torchrec_picasso.app.runs.pace.num_cores", lambda: 2)
     pace = Pace()
     pace.ratios = [Pace(*_clocks(slowdown)).own_ratio() for slowdown in slowdowns]
-    warning = pace.warning(num_ranks=2, num_cores=2)
+    warning = pace.warning(num_ranks=2)
     if not signs:
         assert warning is None
     else:
         assert warning is not None
         assert "calibrate again" in warning
         assert all(sign in warning for sign in signs)
+    # two ranks on two cores do not slow each other down, whatever else runs
+    assert pace.slowdown(2) == 1.0
+    assert pace.slowdown(4) == min(2.0, *pace.ratios)
     # with cores to spare, a load is no sign
-    assert "load average" not in (pace.warning(num_ranks=2, num_cores=8) or "")
+    monkeypatch.setattr("torchrec_picasso.app.runs.pace.num_cores", lambda: 8)
+    assert "load average" not in (pace.warning(num_ranks=2) or "")

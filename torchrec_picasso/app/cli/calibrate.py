@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from pathlib import Path
 
 import torch
@@ -113,7 +112,7 @@ def calibrate_on_rank(
         advance("dense part")
         curves = dataclasses.replace(curves, dense=measure_dense(config, device))
     progress.close()
-    warning = pace.warning(curves.ranks_per_host, os.cpu_count() or 1)
+    warning = pace.warning(curves.ranks_per_host)
     if warning is not None:
         curves = dataclasses.replace(curves, measured_on={**curves.measured_on, "busy": warning})
     return curves

@@ -87,7 +87,7 @@ def measure_local_costs(
         for placement, results in measured.items():
             results.append(_probe(placement, probe, pg, device, clock))
         advance()
-    slowdown = pace.slowdown if device.type == "cpu" else 1.0
+    slowdown = pace.slowdown(dist.get_world_size()) if device.type == "cpu" else 1.0
     costs = {}
     for placement, results in measured.items():
         works, times = zip(*results)

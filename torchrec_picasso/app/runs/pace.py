@@ -53,23 +53,25 @@ class Pace:
             self._numbers.sort()
         return (self._wall() - wall_s) / (self._cpu() - cpu_s)
 
-    @property
-    def slowdown(self) -> float:
-        """What the ranks cost each other: the smallest ratio."""
-        return max(1.0, min(self.ratios, default=1.0))
+    def slowdown(self, num_ranks: int) -> float:
+        """What ranks that share cores cost each other: the smallest ratio, at most ranks per core.
 
-    def warning(self, num_ranks: int, num_cores: int) -> str | None:
+        Args:
+            num_ranks: Ranks that may run on the cores of this one.
+        """
+        return max(1.0, min([num_ranks / num_cores(), *self.ratios]))
+
+    def warning(self, num_ranks: int) -> str | None:
         """Signs that other programs ran, and what to do; ``None`` without signs.
 
         Args:
             num_ranks: Ranks on this host.
-            num_cores: Cores of this host.
         """
-        signs = []
-        if round(self._load) and round(self._load) + num_ranks > num_cores:
+        signs, cores = [], num_cores()
+        if round(self._load) and round(self._load) + num_ranks > cores:
             signs.append(
                 f"the load average was {self._load:.1f} before {num_ranks} ranks started on "
-                f"{num_cores} cores"
+                f"{cores} cores"
             )
         if self.ratios and fmean(self.ratios) > _UNEVEN * min(self.ratios):
             signs.append(
@@ -79,6 +81,13 @@ class Pace:
         if not signs:
             return None
         return (
-            f"other programs used the cores: {', and '.join(signs)}; the curves may be too slow: "
+            f"other programs used the cores: {' and '.join(signs)}; the curves may be too slow: "
             "stop them and calibrate again"
         )
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

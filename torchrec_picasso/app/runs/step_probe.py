@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -79,8 +80,7 @@ def with_step_costs(curves: CommCurves, device: torch.device) -> CommCurves:
 
 
 def _step_ms(steps: dict[str, Iterator[Tensor]]) -> dict[str, float]:
-    """Time of a step of each side, which take turns: the shortest turn, on the slowest rank, since
-    other programs only lengthen turns."""
+    """Time of a step of each side, which take turns: the median, on the slowest rank."""
     for own in steps.values():
         _take(own, _WARMUP_STEPS)
     turns: dict[str, list[float]] = {side: [] for side in steps}
@@ -93,7 +93,7 @@ def _step_ms(steps: dict[str, Iterator[Tensor]]) -> dict[str, float]:
             turns[side].append((time.perf_counter() - start_s) / _TIMED_STEPS * 1e3)
     slowest = torch.tensor(list(turns.values()), dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return {side: min(row) for side, row in zip(turns, slowest.tolist())}
+    return {side: median(row) for side, row in zip(turns, slowest.tolist())}
 
 
 def _take(steps: Iterator[Tensor], number: int) -> None:
