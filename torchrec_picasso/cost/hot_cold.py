@@ -21,10 +21,10 @@ _LENGTH_BYTES = 4
 _WIRE_BYTES = 4  # a float32 element
 _LARGEST_INT32 = 2**31 - 1
 
-# Rows of several packs are concatenated before an exchange and split after it. On one core, 24 tables
-# in two or four packs took 9 to 12 ms more than in one with 21,700 rows of D=128, 1.7 and 2.9 ms with
-# 5,900, 3.7 ms with 21,700 of D=64 (four packs): 0.3 to 1.0 ns for each of four copies of an element,
-# and 0.6 ms per pack.
+# Rows of several packs are concatenated before an exchange and split after it. On one core, 24
+# tables in two or four packs took 9 to 12 ms more than in one with 21,700 rows of D=128, 1.7 and
+# 2.9 ms with 5,900, 3.7 ms with 21,700 of D=64 (four packs): 0.3 to 1.0 ns for each of four copies
+# of an element, and 0.6 ms per pack.
 _COPY_NS = 0.7
 _PACK_MS = 0.3  # per pack, in forward and again in backward
 

@@ -148,8 +148,8 @@ _ASSUMED_STOCK = SideCosts(
     ),
 )
 
-# Calibrated with 2 ranks on 2 idle cores of an AMD EPYC, same versions. Its update of a stock row
-# takes 17 to 38 ns.
+# Calibrated with 2 ranks on 2 idle cores of an AMD EPYC, same versions; whole steps (step_ms) by
+# the sweep of docs/dev/log.md, 2026-11-24. Its update of a stock row takes 17 to 38 ns.
 _NEWER_HOT_COLD = SideCosts(
     input_dist=PhaseCost(
         fixed_ms=1.5, feature_us=8.7, lookup_ns=26, bag_element_ns=0.06, update_ns=31
@@ -201,7 +201,7 @@ class LocalCosts:
     measured: bool = False
 
     @staticmethod
-    def of_newer_core() -> LocalCosts:
+    def newer_core() -> LocalCosts:
         """Returns those of a core on which stock tables are faster relative to this package's."""
         return LocalCosts(hot_cold=_NEWER_HOT_COLD, stock=_NEWER_STOCK)
 

@@ -4,7 +4,7 @@ Four plans are priced as whole steps under the schedule that runs them: all tabl
 row-exchanged, all owner-pooled, and each table with the exchange that sends fewer bytes. Plans with
 row-exchanged tables are priced with several budgets of hot rows. The plan with the shortest
 predicted step is chosen; if predictions differ by less than their error, the simpler plan. Assumed
-local costs are of one core, so a hot/cold plan must be faster with those of another core, too. Equal
+local costs are those of one core, so a hot/cold plan must be faster with another core's, too. Equal
 inputs give equal choices, in every process.
 
 Shape letters: G groups of rows with equal lookup counts.
@@ -150,7 +150,7 @@ def choose(
             name = "mixed"
         if name != "stock" and not pricer.curves.local.measured:
             # the gain must not depend on the core that was assumed
-            newer = pricer.with_local(LocalCosts.of_newer_core())
+            newer = pricer.with_local(LocalCosts.newer_core())
             steps = [
                 price_plan(
                     works,

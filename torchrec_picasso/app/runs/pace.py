@@ -1,4 +1,4 @@
-"""How much slower a busy loop is than its CPU time: what sharing of cores costs, and its signs.
+"""Wall time of a busy loop over its CPU time: the cost of shared cores, and signs of other programs.
 
 Ranks that share cores slow each other down by the same factor in every window; other programs do so
 in some windows.
@@ -54,7 +54,7 @@ class Pace:
         return (self._wall() - wall_s) / (self._cpu() - cpu_s)
 
     def slowdown(self, num_ranks: int) -> float:
-        """What ranks that share cores cost each other: the smallest ratio, at most ranks per core.
+        """Slowdown of ranks by sharing cores: the smallest ratio, at most the ranks per core.
 
         Args:
             num_ranks: Ranks that may run on the cores of this one.
