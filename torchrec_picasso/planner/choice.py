@@ -151,7 +151,7 @@ def choose(
         if name != "stock" and not pricer.curves.local.measured:
             # the gain must not depend on the core that was assumed
             newer = pricer.with_local(LocalCosts.newer_core())
-            steps = [
+            step, stock_step = (
                 price_plan(
                     works,
                     {i: form for i, form in enumerate(plan.forms) if form is not None},
@@ -160,8 +160,8 @@ def choose(
                     newer,
                 ).step
                 for plan in (plans[name], plans["stock"])
-            ]
-            if not _is_faster(*steps, newer):
+            )
+            if not _is_faster(step, stock_step, newer):
                 name = "stock"
         chosen = plans[name]
     stock = price({}, {}) if all(table.stock_types for table in tables) else None
