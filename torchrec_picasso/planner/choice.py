@@ -116,7 +116,7 @@ def choose(
     works = tuple(TableWork(table.load, pricer.world_size) for table in tables)
     stock_costs = marginal_stock_costs(works, pricer.curves, pricer.world_size)
 
-    def price(forms: Forms, num_hot: Mapping[int, int]) -> PricedPlan:
+    def price(forms: Forms, num_hot: Mapping[int, int], pricer: StepPricer = pricer) -> PricedPlan:
         # fewer whole tables may be less even over ranks than all of them
         rest = [i for i in range(len(tables)) if i not in forms]
         costs = marginal_stock_costs([works[i] for i in rest], pricer.curves, pricer.world_size)
@@ -139,7 +139,8 @@ def choose(
     if given_hot is not None:
         chosen = price({position: tables[position].forms[0] for position in given_hot}, given_hot)
     else:
-        plans = {name: best(forms) for name, forms in _plans(tables, works).items()}
+        forms_by_plan = _plans(tables, works)
+        plans = {name: best(forms) for name, forms in forms_by_plan.items()}
         priced_ms = {name: plan.step.step_ms for name, plan in plans.items()}
         # from the simplest plan to the mixed one, each with its margin
         name = "stock"
@@ -151,17 +152,9 @@ def choose(
         if name != "stock" and not pricer.curves.local.measured:
             # the gain must not depend on the core that was assumed
             newer = pricer.with_local(LocalCosts.newer_core())
-            step, stock_step = (
-                price_plan(
-                    works,
-                    {i: form for i, form in enumerate(plan.forms) if form is not None},
-                    dict(enumerate(plan.num_hot)),
-                    dict(enumerate(plan.stock_types)),
-                    newer,
-                ).step
-                for plan in (plans[name], plans["stock"])
-            )
-            if not _is_faster(step, stock_step, newer):
+            num_hot = dict(enumerate(plans[name].num_hot))
+            plan, stock_plan = (price(forms_by_plan[n], num_hot, newer) for n in (name, "stock"))
+            if not _is_faster(plan.step, stock_plan.step, newer):
                 name = "stock"
         chosen = plans[name]
     stock = price({}, {}) if all(table.stock_types for table in tables) else None
