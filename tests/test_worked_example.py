@@ -57,13 +57,10 @@ def _world() -> World:
 
 
 def _request(world: World, bags_W: Sequence[Any]) -> list[RowRequest]:
-    requests = [
+    return [
         RowRequest(group, [features_of(world, bags)], [1] * NUM_PARTS)
         for group, bags in zip(world.groups, bags_W)
     ]
-    for request in requests:
-        request.send_header()
-    return requests
 
 
 def _join(*groups: Any) -> str:
@@ -110,8 +107,8 @@ def worked_example() -> Lines:
     lines |= _of_layouts(packs, request_order)
     rows_W = [BatchRows(group, layout) for group, layout in zip(world.groups, layouts)]
     for fetch in (
-        BatchRows.fetch_clean,
-        *(lambda rows, chunk=chunk: rows.fetch_dirty(chunk) for chunk in range(NUM_PARTS)),
+        BatchRows.fetch,
+        *(lambda rows, chunk=chunk: rows.fetch(chunk) for chunk in range(NUM_PARTS)),
         BatchRows.read_hot,
     ):
         for rows in rows_W:
@@ -135,7 +132,7 @@ def _of_rows(batch: RowRequest) -> Any:
 def _of_ids(world: World, batches: Sequence[RowRequest]) -> Lines:
     features = [batch.features for batch in batches]
     requests = [_of_rows(batch) for batch in batches]
-    chunks = [first_use_chunks(r.rows, r.part_N, NUM_PARTS) for r in requests]
+    chunks = [first_use_chunks(r.rows, r.micro_batch_N, NUM_PARTS) for r in requests]
     (route,) = world.groups[0].routes
     hot = route.hot
     chunk_words = [
@@ -161,8 +158,8 @@ def _of_ids(world: World, batches: Sequence[RowRequest]) -> Lines:
             [route.space.pack_ids(f.values(), _lookups(f))[0] for f in features],
             lambda ids: _join(ids),
         ),
-        "in bag order, by part": _each(
-            requests, lambda r: _join(*r.bags.ids_N.split(torch.bincount(r.part_N).tolist()))
+        "in bag order, by micro-batch": _each(
+            requests, lambda r: _join(*r.bags.ids_N.split(torch.bincount(r.micro_batch_N).tolist()))
         ),
         "unique rows": _each(requests, lambda r: _join(r.rows.ids_U)),
         "row of each lookup": _each(requests, lambda r: _join(r.rows.row_of_lookup_N)),
@@ -226,7 +223,7 @@ def _of_parts(rows_W: Sequence[BatchRows], gradients: Sequence[BatchGradients]) 
             index = of_rank.pooling_M[0].index
             pooled.append(pool_rows(matrix, None, index))
             grads_K.append([gradient_of_rows(torch.ones_like(pooled[-1]), None, index)])
-        name = f"part {part}"
+        name = f"micro-batch {part}"
         lines[f"{name}: position of each lookup in the matrix"] = _each(
             given, lambda of: _join(of.pooling_M[0].index.row_of_lookup_N)
         )

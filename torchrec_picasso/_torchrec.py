@@ -29,10 +29,7 @@ from torchrec.distributed.planner.shard_estimators import (
 )
 from torchrec.distributed.sharding.rw_sharding import BaseRwEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import BaseTwEmbeddingSharding
-from torchrec.distributed.train_pipeline.backward_injection import (
-    BackwardHookWork,
-    InjectionSite,
-)
+from torchrec.distributed.train_pipeline.backward_injection import BackwardHookWork, InjectionSite
 from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineContext
 from torchrec.distributed.train_pipeline.postproc import PipelinedPostproc
 from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward

@@ -20,9 +20,9 @@ from torchrec.distributed.types import CacheParams, ShardingType
 from torchrec_picasso.errors import PlanError
 
 Form = Literal["rows", "bags"]
-"""Exchange of a table: ``"rows"`` = row-exchanged, distinct rows are sent and pooled on the rank of
-the batch; ``"bags"`` = owner-pooled, the home rank of the table sends one vector per bag. The name
-of a route (``rows/route.py``)."""
+"""Name of a table's route (``rows/route.py``): ``"rows"`` = row-exchanged, distinct rows are sent
+and pooled on the rank of the batch; ``"bags"`` = owner-pooled, the home rank of the table sends one
+vector per bag."""
 
 SHARDING_TYPE_OF: Mapping[str, str] = {
     "rows": ShardingType.ROW_WISE.value,
@@ -64,9 +64,10 @@ class HotColdParams(CacheParams):
             unique exchange without replicas.
         wave: Tables of a module with the same number share a wave; an interleaved pipeline
             staggers waves in ascending order. Any number from 0; owner-pooled tables follow.
-        form: ``"rows"``: each distinct row is sent once; the table is placed row-wise. ``"bags"``:
-            one pooled vector is sent for each bag; the table is placed table-wise, on its home
-            rank, and has no hot rows. Cheaper if bags are large and rows rarely repeat.
+        form: Name of the table's route. ``"rows"``: each distinct row is sent once; the table is
+            placed row-wise. ``"bags"``: one pooled vector is sent for each bag; the table is placed
+            table-wise, on its home rank, and has no hot rows. Cheaper if bags are large and rows
+            rarely repeat.
         num_micro_batches: Number of micro-batches that the plan was priced for, equal on all its
             tables: an interleaved pipeline starts its autotuning there. ``None`` = not known.
 

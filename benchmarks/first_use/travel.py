@@ -138,8 +138,18 @@ class Tables:
                 )
             )
             base += num_rows
-        no_pg: Any = None  # requests are made, and not sent
-        return RowGroup(tables, [], no_pg, _CPU)
+        unsent: Any = _Unsent(self._world_size)
+        return RowGroup(tables, [], unsent, _CPU)
+
+
+class _Unsent:
+    """Ranks for requests that are made, and not sent."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def start_all_to_all(self, *_: object) -> None:
+        """Sends nothing."""
 
 
 def _num_bytes(values: Tensor) -> int:

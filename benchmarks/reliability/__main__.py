@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import command_parser
-from benchmarks.reliability import (
-    checkpoint_moves,
-    drift,
-    faults,
-    link_faults,
-    soak,
-)
+from benchmarks.reliability import checkpoint_moves, drift, faults, link_faults, soak
 from torchrec_picasso.app.cli.outputs import write_result
 
 

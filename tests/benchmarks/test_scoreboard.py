@@ -1,4 +1,5 @@
-"""The scoreboard: every line can be trained, one tiny run, and a board of what is there."""
+"""The scoreboard: every line can be trained, one tiny run, and a board of what is there; the
+benchmark of row updates measures both ways on both kinds of input."""
 
 import argparse
 import dataclasses
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import row_update
 from benchmarks.fields.__main__ import answer
 from benchmarks.fields.zoo import ZooWorkload
 from benchmarks.pipelines.report import write_report
@@ -90,3 +92,11 @@ def test_a_tiny_run_and_its_board(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "the core has no more to give" in printed
     # what is there is not measured again
     assert main(["-o", str(tmp_path), "--only", "tbsm"]) == 0
+
+
+def test_a_small_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("_ROWS", 2_000), ("_LOOKUPS_OF_A_RANK", 500), ("_BAGS", 400)):
+        monkeypatch.setattr(row_update, name, size)
+    found = row_update.measure(8, times=1)
+    assert found["distinct_rows"] <= found["rows"] <= found["lookups"] == 1_000
+    assert all(value > 0 for value in found.values())

@@ -25,11 +25,7 @@ from torchrec.distributed.types import ShardingEnv
 from tests.sharding.jobs import CPU, OPTIMIZERS, Job, Model, Table, build
 from tests.support.wire import MessageRecorder, elements
 from tests.train_pipeline.drivers import Driver, make_driver
-from torchrec_picasso import (
-    FrequencyStats,
-    HotColdEmbeddingBagCollectionSharder,
-    hot_cold_planner,
-)
+from torchrec_picasso import FrequencyStats, HotColdEmbeddingBagCollectionSharder, hot_cold_planner
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.wire_meter import WireMeter
 from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes
@@ -39,7 +35,7 @@ DRIVERS: tuple[Driver, ...] = (None, (1, False), (1, True))
 NUM_WARM = 4  # DDP makes its buckets anew in the second step
 
 
-FLAGS_BYTES = 8 * len(vars(Flags()))
+FLAGS_BYTES = 8 * len(Flags())
 """Of the agreement before a step, to each other rank; like the header, integers of 8 bytes."""
 
 

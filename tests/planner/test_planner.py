@@ -1,21 +1,54 @@
-"""Plans come out of TorchRec's planner with the hot rows in them, the same on every rank."""
+"""Plans come out of TorchRec's planner with the hot rows in them, the same on every rank.
 
+The decided plan is proposed as it is; TorchRec's proposers come where it does not fit. Tables are
+spread over waves of about equal volume, and only large groups are cut. Tables with fewer rows than
+ranks: no plan cuts them by rows, which FBGEMM could not train. Planning stays linear in the tables:
+what is expensive is counted, and a plan timed beside stock; the figures of a machine are measured
+by ``python -m benchmarks.planning_time``.
+"""
+
+import json
+import logging
 import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner
-from torchrec.distributed.planner.proposers import GridSearchProposer
-from torchrec.distributed.planner.types import ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner.proposers import (
+    GreedyProposer,
+    GridSearchProposer,
+    UniformProposer,
+)
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from benchmarks.planning_time import Workload, main, plan_ours
 from tests.planner.samples import DIM, ROWS, AbleSharder, Model, stats, topology
+from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_planner
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost import CommCurves, LocalCosts
+from torchrec_picasso.cost.local import PhaseCost, SideCosts
+from torchrec_picasso.cost.table_work import TableLoad
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.planner import hot_cold_planner
+from torchrec_picasso.planner.choice import TableInfo
+from torchrec_picasso.planner.decision import balance_waves, decide
+from torchrec_picasso.planner.table_info import assumed_curves
 
 SHARDERS = [AbleSharder(), EmbeddingCollectionSharder()]
 
@@ -141,3 +174,275 @@ def test_every_rank_gets_the_plan_or_the_error() -> None:
     assert (hot, placed) == other[:2]
     assert error.startswith("hot_rows names table 'z'")
     assert other[2] == f"planning failed on rank 0: PlanError: {error}"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts proposals placed and options estimated."""
+    counted: Counter[str] = Counter()
+
+    def count(owner: Any, name: str, what: Callable[..., int]) -> None:
+        inner = getattr(owner, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            counted[name] += what(*args, **kwargs)
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(GreedyPerfPartitioner, "partition", lambda *args, **kwargs: 1)
+    count(EmbeddingStorageEstimator, "estimate", lambda self, options, **kwargs: len(options))
+    return counted
+
+
+@pytest.mark.parametrize("hot_rows", [None, 500])
+def test_expensive_calls_grow_with_the_tables_alone(
+    calls: Counter[str], hot_rows: int | None
+) -> None:
+    found = []
+    for num_tables in (15, 45):
+        calls.clear()
+        workload = Workload(num_tables=num_tables)
+        plan_ours(workload, workload.stats(), hot_rows=hot_rows)
+        assert calls["partition"] == 1
+        assert calls["estimate"] <= 10 * num_tables
+        found.append(dict(calls))
+    assert found[1]["estimate"] <= 4 * found[0]["estimate"]
+
+
+def test_the_benchmark_prints_and_writes_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "time.json"
+    assert main(["--tables", "3", "5", "--times", "1", "--json", str(out)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    planning = json.loads(out.read_text())["planning"]
+    assert [line["num_tables"] for line in planning] == [3, 5]
+    assert all(line[name] > 0 for line in planning for name in line)
+
+
+STOCK = CommCurves(
+    world_size=2,
+    backend="test",
+    device="cpu",
+    collectives=CommCurves.assumed(2, gbytes_per_s=1000.0, latency_ms=0.001).collectives,
+    local=LocalCosts(hot_cold=SideCosts(forward=PhaseCost(fixed_ms=1000.0)), stock=SideCosts()),
+)
+"""The exchange costs a second, and work nothing: every table is stock, and whole."""
+
+
+@pytest.mark.parametrize("given_partitioner", [False, True])
+@pytest.mark.parametrize("hot_rows", [None, 500])
+def test_one_proposal_places_the_decided_plan(
+    hot_rows: int | None, given_partitioner: bool
+) -> None:
+    workload = Workload(num_tables=24, seed=3)
+    own = {"partitioner": GreedyPerfPartitioner()} if given_partitioner else {}
+    planner = hot_cold_planner(
+        workload.topology(), workload.stats(), hot_rows=hot_rows, batch_size=2048, **own
+    )
+    plan = planner.plan(workload.model(), [AbleSharder()])
+    assert planner._num_proposals == 1
+    frame = planner.explain().set_index("table")
+    placed = next(iter(plan.plan.values()))
+    for name, line in frame.iterrows():
+        sharding = placed[name]  # type: ignore[index]
+        if line["placement"] == "hot_cold":
+            assert isinstance(sharding.cache_params, HotColdParams)
+            assert sharding.cache_params.form == line["form"]
+        else:
+            assert sharding.sharding_type == line["placement"]
+
+
+def test_a_plan_that_does_not_fit_gives_way_to_torchrecs_proposers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # a rank has room for half of table b beside the others, and not for all of it
+    room = 4 * DIM * ROWS["b"]
+    small = Topology(world_size=2, compute_device="cpu", ddr_cap=room, local_world_size=2)
+    kinds = ParameterConstraints(sharding_types=["table_wise", "row_wise"])
+    asked = {"curves": STOCK, "batch_size": 1, "constraints": dict.fromkeys(ROWS, kinds)}
+    planner = hot_cold_planner(small, **asked)  # type: ignore[arg-type]
+    plan = planner.plan(Model(), [AbleSharder()])
+    assert set(planner.explain()["placement"]) == {"table_wise"}
+    assert plan.plan["pooled"]["b"].sharding_type == "row_wise"  # type: ignore[index]
+    assert planner._num_proposals > 1
+    with_room = hot_cold_planner(topology(), **asked)  # type: ignore[arg-type]
+    placed = with_room.plan(Model(), [AbleSharder()]).plan["pooled"]
+    assert {of.sharding_type for of in placed.values()} == {"table_wise"}  # type: ignore[attr-defined]
+    warned = [of for of in caplog.records if "does not fit into memory" in of.getMessage()]
+    assert [(of.name, of.levelno) for of in warned] == [
+        ("torchrec_picasso.planner", logging.WARNING)
+    ]
+
+
+def test_tables_that_are_not_named_take_what_torchrec_rates_fastest() -> None:
+    planner = hot_cold_planner(topology(), hot_rows={"a": 1})
+    plan = planner.plan(Model(), [AbleSharder()])
+    assert planner._num_proposals == 1
+    planner._enumerator.only_decided = False
+    space = planner._enumerator.enumerate(Model(), [AbleSharder()])
+    greedy = GreedyProposer()
+    greedy.load(space)
+    first = {option.name: option.sharding_type for option in greedy.propose() or []}
+    placed = plan.plan["pooled"].items()  # type: ignore[attr-defined]
+    assert {name: of.sharding_type for name, of in placed} == first
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_proposers_are_torchrecs(device: str) -> None:
+    others = [type(other) for other in hot_cold_planner(topology(device), hot_rows=0)._proposers]
+    assert others[-3:] == [GreedyProposer, GreedyProposer, UniformProposer]
+    assert others[:-3] == ([GridSearchProposer] if device == "cuda" else [])
+
+
+def test_a_model_without_tables_has_an_empty_plan() -> None:
+    planner = hot_cold_planner(topology(), hot_rows={})
+    assert planner.plan(nn.Linear(1, 1), [AbleSharder()]).plan == {}
+
+
+Volumes = list[tuple[int, float]]
+"""Pack and elements of each table."""
+VOLUMES = st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1e6)), max_size=30)
+
+
+@given(VOLUMES, st.integers(1, 6))
+def test_waves_are_about_equal_and_a_pack_that_fits_one_is_kept_whole(
+    tables: Volumes, num_waves: int
+) -> None:
+    waves = balance_waves(tables, num_waves)
+    assert set(waves) <= set(range(num_waves))
+    fair = sum(elements for _, elements in tables) / num_waves
+    largest_unit = max((elements for _, elements in tables), default=0.0)
+    for pack in {pack for pack, _ in tables}:
+        places = [i for i, (of, _) in enumerate(tables) if of == pack]
+        if (whole := sum(tables[i][1] for i in places)) <= fair:
+            assert len({waves[i] for i in places}) == 1
+            largest_unit = max(largest_unit, whole)
+    filled = [0.0] * num_waves
+    for wave, (_, elements) in zip(waves, tables):
+        filled[wave] += elements
+    # no wave is fuller than longest-first allows
+    assert max(filled) <= (fair + largest_unit) * (1 + 1e-9)
+
+
+def test_a_large_pack_is_cut_and_the_small_ones_fill_up() -> None:
+    large = [("large", n) for n in (40.0, 30.0, 20.0, 10.0)]
+    assert balance_waves([*large, ("small", 6.0), ("small", 6.0)], 2) == [0, 1, 1, 1, 0, 0]
+
+
+def test_the_planner_gives_every_hot_cold_table_its_wave() -> None:
+    planner = hot_cold_planner(topology(), stats(), hot_rows=3, batch_size=4, num_waves=2)
+    plan = planner.plan(Model(), [AbleSharder()])
+    waves = {
+        name: sharding.cache_params.wave
+        for module_plan in plan.plan.values()
+        for name, sharding in module_plan.items()
+    }
+    assert set(waves.values()) == {0, 1}
+    frame = planner.explain().set_index("table")
+    assert frame["wave"].to_dict() == waves
+    by_wave = frame.groupby("wave").size()
+    assert by_wave.sum() == len(frame)
+
+
+def test_every_module_has_waves_of_its_own() -> None:
+    """Tables of two modules never share an exchange, so they do not balance each other."""
+
+    def fact(name: str, module: str, dim: int) -> TableInfo:
+        load = TableLoad(
+            name=name, num_embeddings=1000, dim=dim, lookups=64, bags=64, module=module
+        )
+        return TableInfo(load=load)
+
+    facts = [fact(n, "user", 8) for n in "ab"] + [fact(n, "item", 16) for n in "cd"]
+    decision = decide(
+        facts,
+        None,
+        assumed_curves(topology()),
+        world_size=2,
+        batch_size=64,
+        hot_rows=0,
+        num_waves=2,
+    )
+    assert [of.wave for of in decision.placements if of] == [0, 1, 0, 1]
+
+
+def test_tables_that_share_a_name_have_waves_too() -> None:
+    model = nn.ModuleList([Model().pooled, Model().pooled])
+    planner = hot_cold_planner(topology(), hot_rows=0, batch_size=4, num_waves=2)
+    plan = planner.plan(model, [AbleSharder()])
+    for path in ("0", "1"):
+        placed = plan.plan[path].values()  # type: ignore[attr-defined]
+        assert {sharding.cache_params.wave for sharding in placed} == {0, 1}
+    assert list(planner.explain()["table"]) == [*ROWS, *ROWS]
+
+
+def test_waves_of_constraints_are_not_kept() -> None:
+    fixed = ParameterConstraints(
+        sharding_types=["row_wise"], cache_params=HotColdParams(hot_rows=[1], wave=7)
+    )
+    planner = hot_cold_planner(topology(), batch_size=4, constraints={"a": fixed})
+    plan = planner.plan(Model(), [AbleSharder()])
+    params = plan.plan["pooled"]["a"].cache_params
+    assert (params.hot_rows.tolist(), params.wave) == ([1], 0)
+
+
+def test_no_waves_are_refused() -> None:
+    with pytest.raises(PlanError, match="num_waves is 0, expected at least 1"):
+        hot_cold_planner(topology(), num_waves=0)
+
+
+FEW_ROWS = {"one": 1, "two": 2, "three": 3, "five": 5, "many": 400}
+
+
+def _collection() -> EmbeddingBagCollection:
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=4, feature_names=[name])
+        for name, rows in FEW_ROWS.items()
+    ]
+    collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.1})
+    return collection
+
+
+def _planner(world_size: int, **of: Any) -> Any:
+    topology = Topology(world_size=world_size, compute_device="cpu")
+    return hot_cold_planner(topology, hot_rows=None, batch_size=8, debug=False, **of)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_what_has_no_rows_for_a_rank_stays_whole(world_size: int) -> None:
+    planner = _planner(world_size)
+    plan = planner.plan(_collection(), [HotColdEmbeddingBagCollectionSharder()])
+    for name, placed in plan.plan[""].items():
+        if placed.sharding_type == "row_wise" and placed.cache_params is None:
+            per_rank = -(-FEW_ROWS[name] // world_size)
+            assert per_rank * (world_size - 1) < FEW_ROWS[name]
+
+
+def test_it_is_cut_where_nothing_else_is_allowed() -> None:
+    constraint = ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused"])
+    planner = _planner(4, constraints={"one": constraint})
+    plan = planner.plan(_collection(), [HotColdEmbeddingBagCollectionSharder()])
+    assert plan.plan[""]["one"].sharding_type == "row_wise"
+
+
+def _train(rank: int, world_size: int) -> dict[str, str]:
+    pg, sharder = dist.group.WORLD, HotColdEmbeddingBagCollectionSharder()
+    plan = _planner(world_size).collective_plan(_collection(), [sharder], pg)
+    model = DistributedModelParallel(
+        _collection(), ShardingEnv.from_process_group(pg), torch.device("cpu"), plan, [sharder]
+    )
+    for step in range(3):
+        ids = [torch.arange(8).add(step) % rows for rows in FEW_ROWS.values()]
+        lengths = torch.ones(8 * len(FEW_ROWS), dtype=torch.int64)
+        features = KeyedJaggedTensor(list(FEW_ROWS), torch.cat(ids), lengths=lengths)
+        model(features).values().sum().backward()
+    return {name: placed.sharding_type for name, placed in plan.plan[""].items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_plan_trains(world_size: int) -> None:
+    for types in run_ranks(_train, world_size, timeout_s=60):
+        assert types["one"] == "table_wise"

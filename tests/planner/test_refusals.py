@@ -174,7 +174,6 @@ def _num_hot(plan: ShardingPlan) -> dict[str, int | None]:
 def _train(rank: int, world_size: int, kinds: dict[str, Kind]) -> dict[Any, Any]:
     """Plans, shards and trains every kind; returns hot rows by table and what changed."""
     pg, found = dist.group.WORLD, {}
-    assert pg is not None
     for name, kind in kinds.items():
         for hot_rows in kind.totals:
             planner, model, sharder = _planned(kind, hot_rows)

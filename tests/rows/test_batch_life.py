@@ -61,7 +61,6 @@ def _request(world: World, of_ranks: Sequence[tuple[Bags, list[int]]]) -> list[R
         RowRequest(group, [features_of(world, bags)], sizes_K)
         for group, (bags, sizes_K) in zip(world.groups, of_ranks)
     ]
-    _everywhere(requests, RowRequest.send_header)
     assert all(_everywhere(requests, RowRequest.send_ids))
     _everywhere(requests, RowRequest.receive_ids)
     return requests
@@ -133,11 +132,11 @@ def _train(
         layouts = _everywhere(requests, RowRequest.lay_out)
         rows_W = [BatchRows(group, layout) for group, layout in zip(world.groups, layouts)]
         if lookahead:
-            _everywhere(rows_W, BatchRows.fetch_clean)
+            _everywhere(rows_W, BatchRows.fetch)
         for wave in waves:
-            _everywhere(rows_W, BatchRows.fetch_dirty, 0, wave)
+            _everywhere(rows_W, BatchRows.fetch, 0, wave)
         for chunk in range(1, num_parts):
-            _everywhere(rows_W, BatchRows.fetch_dirty, chunk)
+            _everywhere(rows_W, BatchRows.fetch, chunk)
         _fill_and_read_hot(world, rows_W)
         pooled_of_ranks, tables = _expected_step(world, tables, of_ranks)
         gradients = [BatchGradients(group, layout) for group, layout in zip(world.groups, layouts)]
@@ -212,7 +211,6 @@ def test_rows_of_another_hot_set_are_never_served() -> None:
     group = world.groups[0]
     bags = [[[0]] for t in world.tables for _ in t.feature_names]
     request = RowRequest(group, [features_of(world, bags)])
-    request.send_header()
     request.send_ids()
     request.receive_ids()
     (route,) = group.routes

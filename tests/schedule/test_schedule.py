@@ -160,7 +160,9 @@ def test_an_illegal_schedule_is_refused() -> None:
 
 
 def test_a_kind_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(PlanError, match="no operation is called 'fetch_durty'; one of request, "):
+    with pytest.raises(
+        PlanError, match="no operation is called 'fetch_durty'; one of send_header, "
+    ):
         Op("fetch_durty")
 
 

@@ -99,7 +99,6 @@ def _load_train_save(
     """Returns the block sizes of all tables, what was loaded and what was saved."""
     model, sharder = Model(), HotColdEmbeddingBagCollectionSharder()
     pg = dist.group.WORLD
-    assert pg is not None
     plan = hot_cold_planner(
         Topology(world_size=world_size, compute_device="cpu"),
         _stats() if link.counted else None,

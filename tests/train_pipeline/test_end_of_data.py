@@ -214,12 +214,18 @@ def test_knowing_of_the_end_costs_no_exchange_beside_hot_cold_tables() -> None:
         assert counts["stock"] == counts["stock by TorchRec"]
 
 
-def test_uncountable_batches_train_to_the_end_without_hot_cold_tables() -> None:
+@pytest.mark.parametrize("reduction", ["mean", "ratio"])
+def test_losses_of_batches_and_of_empty_ones_without_hot_cold_tables(reduction: str) -> None:
     """An empty batch after the end of data is known by its place, not by its samples."""
-    loss = torch.ones((), requires_grad=True)
-    options = PipelineOptions(custom_model_fwd=lambda batch: (loss, None))
+    loss = torch.full((), 6.0, requires_grad=True)
+    losses = loss if reduction == "mean" else (loss, torch.full((), 4.0))
+    options = PipelineOptions(
+        custom_model_fwd=lambda batch: (losses, None), loss_reduction=reduction
+    )
     steps = StockSteps(torch.nn.Linear(1, 1), options, torch.device("cpu"), True)
     steps._are_data.extend([True, False])
-    assert steps.forward(object())[0] is loss
+    assert steps.forward(object())[0].item() == (6 if reduction == "mean" else 1.5)
     steps._are_data.popleft()
-    assert float(steps.forward(object())[0]) == 0
+    empty = steps.forward(object())[0]
+    assert empty.requires_grad
+    assert empty.item() == 0

@@ -30,7 +30,7 @@ from torchrec_picasso._torchrec import TrainPipelineContext, wait_for_batch
 from torchrec_picasso.batches.members import children_of
 from torchrec_picasso.batches.split import num_samples, reason_of
 from torchrec_picasso.errors import CompatError, PicassoError
-from torchrec_picasso.exchange.agreement import Gathered
+from torchrec_picasso.exchange.agreement import Agreement
 
 SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
 """Splits a batch into micro-batches of given sizes."""
@@ -148,7 +148,7 @@ def find_data(
 
     Collective: the host waits for 8 bytes of each rank; nothing with one rank.
     """
-    has_data_W = [bool(has) for (has,) in Gathered(pg, device, [has_data]).wait()]
+    has_data_W = [bool(has) for (has,) in Agreement(pg, device, [has_data]).wait()]
     return (has_data_W.index(True) if any(has_data_W) else None), all(has_data_W)
 
 

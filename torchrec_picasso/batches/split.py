@@ -5,7 +5,7 @@ feature, so a micro-batch's lookups lie in F places: the split makes F * K views
 copies each lookup once. It never loops over samples: 26 features of 4,096 samples into 4
 micro-batches take 0.8 ms on one core, with weights 1.2 ms.
 
-Shape letters: B samples, F features, K parts, N lookups.
+Shape letters: B samples, F features, K micro-batches, N lookups.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from torchrec_picasso.batches.feed import SplitBatch, empty_batch, share_empty_batch
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.exchange.agreement import Gathered
+from torchrec_picasso.exchange.agreement import Agreement
 
 
 class UntilAllEnd(Iterator[Any]):
@@ -84,7 +84,7 @@ class UntilAllEnd(Iterator[Any]):
     def _agreed(self, own: Any) -> Any:
         """Returns the batch, or an empty one if only other ranks have data. Collective."""
         asks_ahead = self.asks_ahead or (own is not None and not self._can_be_cut(own))
-        told = Gathered(self._pg, self._device, [own is not None, asks_ahead]).wait()
+        told = Agreement(self._pg, self._device, [own is not None, asks_ahead]).wait()
         have_data_W, asks_W = zip(*told)
         self.asks_ahead = any(asks_W)
         if not any(have_data_W) or not (all(have_data_W) or self._execute_all_batches):

@@ -11,7 +11,7 @@ result reaches the host without a device sync.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,8 +24,7 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 """The gloo group for the flags of a process group, with equal ranks and timeout."""
 
 
-@dataclass(frozen=True)
-class Flags:
+class Flags(NamedTuple):
     """The flags of one rank, or the maximum over all ranks."""
 
     homes_written: bool = False
@@ -35,9 +34,14 @@ class Flags:
     refused: bool = False
     """Whether a batch in flight cannot be trained."""
 
+    @staticmethod
+    def largest(by_rank: Sequence[Sequence[int]]) -> Flags:
+        """Returns the maximum of each flag over all ranks."""
+        return Flags(*map(any, zip(*by_rank)))
 
-class Gathered:
-    """Gathers a few integers of every rank; starts at construction.
+
+class Agreement:
+    """Tells every rank a few integers, or flags, of all ranks; starts at construction.
 
     Collective: every rank of ``pg`` creates the object and waits for it in the same order; the
     first object of a process group also creates the group that carries the integers. ``device`` is
@@ -68,24 +72,13 @@ class Gathered:
         return self._by_rank
 
 
-class Agreement:
-    """Computes the maximum of all ranks' flags; starts at construction, as :class:`Gathered`."""
-
-    def __init__(self, pg: dist.ProcessGroup, device: torch.device, flags: Flags) -> None:
-        self._gathered = Gathered(pg, device, [int(flag) for flag in vars(flags).values()])
-
-    def wait(self) -> Flags:
-        """Returns the maximum of each flag over all ranks; equal on all ranks."""
-        return Flags(*map(any, zip(*self._gathered.wait())))
-
-
 def agree_on(pg: dist.ProcessGroup, device: torch.device, text: str | None) -> str | None:
     """Returns, on all ranks, the text of the lowest rank that has one, else ``None``. Collective.
 
-    Collectives of ``pg`` run on ``device``. Costs a :class:`Gathered`; if any rank has a text, also
-    its broadcast.
+    Collectives of ``pg`` run on ``device``. Costs an :class:`Agreement`; if any rank has a text,
+    also its broadcast.
     """
-    has_text_W = [has_text for (has_text,) in Gathered(pg, device, [text is not None]).wait()]
+    has_text_W = [has_text for (has_text,) in Agreement(pg, device, [text is not None]).wait()]
     if not any(has_text_W):
         return None
     payload = [text]

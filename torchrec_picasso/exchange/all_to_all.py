@@ -49,10 +49,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.types import CommOp
 
-from torchrec_picasso._torchrec import (
-    QuantizedCommCodecs,
-    get_gradient_division,
-)
+from torchrec_picasso._torchrec import QuantizedCommCodecs, get_gradient_division
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.waiting import Pending, note_all_reduce, note_sent
 

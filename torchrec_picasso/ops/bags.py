@@ -52,18 +52,19 @@ class Bags:
 
 
 def bag_order(
-    features_M: Sequence[int],
-    is_sequence_M: Sequence[bool],
-    sizes_K: Sequence[int],
-    device: torch.device,
-) -> Tensor:
+    plan: PackPlan, sizes_K: tuple[int | None, ...], device: torch.device
+) -> Tensor | None:
     """Permutes bags from feature-major to matrix-major, sample-major order.
 
-    Bags of a sequence matrix are ordered by micro-batch, then feature, then sample. ``features_M``
-    are numbers of features, ``sizes_K`` samples of each micro-batch. Returns the old index of each
-    bag in the new order, int32, shape ``(F * B,)``.
+    Bags of a sequence matrix are ordered by micro-batch, then feature, then sample. ``sizes_K`` are
+    samples of each micro-batch, ``None`` if every feature has its own. Returns the old index of
+    each bag in the new order, int32, shape ``(F * B,)``; ``None`` = bags keep their order.
     """
-    num_features, sizes = sum(features_M), list(sizes_K)
+    sizes = [size for size in sizes_K if size is not None]
+    if not sizes or (not plan.has_pooling and len(sizes) == 1):
+        return None
+    features_M, is_sequence_M = plan.features_M, plan.is_sequence_M
+    num_features = sum(features_M)
     order_FB = torch.arange(num_features * sum(sizes), dtype=torch.int32, device=device)
     ordered = []
     for bags_FB, is_sequence in zip(
@@ -154,12 +155,12 @@ class BatchCut:
         return BatchCut(runs_MK=runs_MK, mean_MK=mean_MK, is_sequence_M=plan.is_sequence_M)
 
     @property
-    def num_parts(self) -> int:
+    def num_micro_batches(self) -> int:
         """Number of micro-batches, K."""
         return len(self.runs_MK[0])
 
     @property
-    def bags_by_part(self) -> list[list[int]]:
+    def bags_by_micro_batch(self) -> list[list[int]]:
         """Number of bags, by matrix and micro-batch."""
         return [[sum(runs) for runs in runs_K] for runs_K in self.runs_MK]
 
@@ -169,11 +170,11 @@ class BatchCut:
         return [bags for runs_K in self.runs_MK for runs in runs_K for bags in runs]
 
     @property
-    def part_by_run(self) -> list[int]:
+    def micro_batch_by_run(self) -> list[int]:
         """Micro-batch of each run."""
-        return [part for runs_K in self.runs_MK for part, runs in enumerate(runs_K) for _ in runs]
+        return [k for runs_K in self.runs_MK for k, runs in enumerate(runs_K) for _ in runs]
 
-    def by_part(self, numbers_J: Sequence[int]) -> list[list[list[int]]]:
+    def by_micro_batch(self, numbers_J: Sequence[int]) -> list[list[list[int]]]:
         """Groups one number per run, in run order, by matrix and micro-batch."""
         numbers = iter(numbers_J)
         return [[[next(numbers) for _ in runs] for runs in runs_K] for runs_K in self.runs_MK]
@@ -189,13 +190,15 @@ def count_lookups(offsets_S1: Tensor, bags_J: Sequence[int]) -> Tensor:
     return torch.diff(offsets_S1.index_select(0, edges).to(torch.int64))
 
 
-def part_of_lookup(counts_J: Tensor, part_J: Sequence[int], num_lookups: int) -> Tensor:
+def micro_batch_of_lookup(
+    counts_J: Tensor, micro_batch_J: Sequence[int], num_lookups: int
+) -> Tensor:
     """Returns the micro-batch of each lookup in bag order, int64, shape ``(N,)``.
 
-    ``counts_J`` is a result of :func:`count_lookups`, ``part_J`` the micro-batch of each run.
+    ``counts_J`` is a result of :func:`count_lookups`, ``micro_batch_J`` that of each run.
     """
-    parts = torch.tensor(part_J, dtype=torch.int64).to(counts_J.device, non_blocking=True)
-    return torch.repeat_interleave(parts, counts_J, output_size=num_lookups)
+    numbers = torch.tensor(micro_batch_J, dtype=torch.int64).to(counts_J.device, non_blocking=True)
+    return torch.repeat_interleave(numbers, counts_J, output_size=num_lookups)
 
 
 def cut_pooling(
@@ -205,7 +208,7 @@ def cut_pooling(
     row_position_U: Tensor,
     cut: BatchCut,
     *,
-    part_N: Tensor | None,
+    micro_batch_N: Tensor | None,
     lookups_MK: Counts,
     rows_M: Sequence[int],
 ) -> list[list[PoolingIndex]]:
@@ -217,7 +220,7 @@ def cut_pooling(
         located: The unique rows in request order.
         row_position_U: Position of each unique row among the fetched rows, int64.
         cut: The micro-batches.
-        part_N: Result of :func:`part_of_lookup`; ``None`` for one micro-batch.
+        micro_batch_N: Result of :func:`micro_batch_of_lookup`; ``None`` for one micro-batch.
         lookups_MK: Number of lookups, on the host.
         rows_M: Number of rows.
 
@@ -233,10 +236,10 @@ def cut_pooling(
     row_of_lookup_N = row_position_U.index_select(0, rows.row_of_lookup_N)
     lookups_KM = [list(counts) for counts in zip(*lookups_MK)]
     # groups_KM: number of distinct rows.
-    if part_N is None:
+    if micro_batch_N is None:
         grouped, groups_KM = _group_whole(rows, located), [list(rows_M)]
     else:
-        grouped, groups_KM = _group_by_part(rows, located, part_N, lookups_KM)
+        grouped, groups_KM = _group_by_micro_batch(rows, located, micro_batch_N, lookups_KM)
     # Shape (N,): the bag of each lookup, from bag order to lookups grouped by row. In a sequence
     # matrix every lookup is its own bag.
     bags_by_row_N = grouped.lookups_N
@@ -245,16 +248,16 @@ def cut_pooling(
         bags_by_row_N = bag_N.index_select(0, grouped.lookups_N)
     # Bags and lookups are ordered by (matrix, micro-batch), groups and their lookups by
     # (micro-batch, matrix): hence two index computations below.
-    bag_at, lookup_at = _edges(cut.bags_by_part), _edges(lookups_MK)
+    bag_at, lookup_at = _edges(cut.bags_by_micro_batch), _edges(lookups_MK)
     row_at = [0, *accumulate(rows_M)]
     group_at, grouped_at = _edges(groups_KM), _edges(lookups_KM)
-    num_parts, num_matrices = len(groups_KM), len(rows_M)
+    num_micro_batches, num_matrices = len(groups_KM), len(rows_M)
 
-    def pooling(part: int, matrix: int) -> PoolingIndex:
-        index = matrix * num_parts + part
+    def pooling(k: int, matrix: int) -> PoolingIndex:
+        index = matrix * num_micro_batches + k
         first_bag, end_bag = bag_at[index : index + 2]
         low, high = lookup_at[index : index + 2]
-        index = part * num_matrices + matrix
+        index = k * num_matrices + matrix
         by_row = slice(*grouped_at[index : index + 2])
         groups = slice(*group_at[index : index + 2])
         # All slices below count from the start of the batch; _shift makes them count from the start
@@ -264,22 +267,24 @@ def cut_pooling(
         if grouped.gradient_position_G is not None:
             gradient_position_U = _shift(grouped.gradient_position_G[groups], row_at[matrix])
         lookups_by_row_N = _shift(grouped.lookups_N[by_row], low)
-        bag_offsets_S1, part_bags_by_row_N = None, lookups_by_row_N
+        bag_offsets_S1, own_bags_by_row_N = None, lookups_by_row_N
         if not cut.is_sequence_M[matrix]:
             bag_offsets_S1 = _shift(offsets_S1[first_bag : end_bag + 1], low)
-            part_bags_by_row_N = _shift(bags_by_row_N[by_row], first_bag)
+            own_bags_by_row_N = _shift(bags_by_row_N[by_row], first_bag)
         return PoolingIndex(
             row_of_lookup_N=_shift(row_of_lookup_N[low:high], row_at[matrix]),
             bag_offsets_S1=bag_offsets_S1,
-            bags_by_row_N=part_bags_by_row_N,
+            bags_by_row_N=own_bags_by_row_N,
             lookups_by_row_N=lookups_by_row_N,
             row_offsets_U1=_shift(offsets_U1, by_row.start),
-            mean_S=cut.mean_MK[matrix][part],
+            mean_S=cut.mean_MK[matrix][k],
             gradient_position_U=gradient_position_U,
             source_N=None if bags.source_N is None else bags.source_N[low:high],
         )
 
-    return [[pooling(part, matrix) for matrix in range(num_matrices)] for part in range(num_parts)]
+    return [
+        [pooling(k, matrix) for matrix in range(num_matrices)] for k in range(num_micro_batches)
+    ]
 
 
 @dataclass(frozen=True)
@@ -306,14 +311,14 @@ def _group_whole(rows: UniqueRows, located: LocatedRows) -> _Grouped:
     return _Grouped(lookups_N, offsets_U1, gradient_position_G=None)
 
 
-def _group_by_part(
-    rows: UniqueRows, located: LocatedRows, part_N: Tensor, lookups_KM: Counts
+def _group_by_micro_batch(
+    rows: UniqueRows, located: LocatedRows, micro_batch_N: Tensor, lookups_KM: Counts
 ) -> tuple[_Grouped, list[list[int]]]:
     """Groups lookups by row in each micro-batch; counts groups by (micro-batch, matrix)."""
-    edges = torch.tensor(_edges(lookups_KM)).to(part_N.device, non_blocking=True)
+    edges = torch.tensor(_edges(lookups_KM)).to(micro_batch_N.device, non_blocking=True)
     # lookups_by_row_N is grouped by row. A stable sort by micro-batch keeps this grouping within
     # each micro-batch, so N keys below K suffice.
-    order_N = stable_order(part_N.index_select(0, rows.lookups_by_row_N), len(lookups_KM))
+    order_N = stable_order(micro_batch_N.index_select(0, rows.lookups_by_row_N), len(lookups_KM))
     lookups_N = rows.lookups_by_row_N.index_select(0, order_N)
     row_N = rows.row_of_lookup_N.index_select(0, lookups_N)
     # Shape (G,): a group starts where the row changes or a new (micro-batch, matrix) begins. The

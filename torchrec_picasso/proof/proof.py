@@ -30,12 +30,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from torchrec_picasso.batches.split import PLAIN_TYPES, children_of, num_samples
 from torchrec_picasso.errors import InputError
-from torchrec_picasso.proof.content import (
-    Kept,
-    random_states,
-    restored_randomness,
-    why_disturbed,
-)
+from torchrec_picasso.proof.content import Kept, random_states, restored_randomness, why_disturbed
 from torchrec_picasso.proof.dense_part import backward_steps
 from torchrec_picasso.proof.follow import Follower
 from torchrec_picasso.proof.guard import Guard

@@ -4,8 +4,8 @@ Backward runs from the last micro-batch to the first, so the gradients of a chun
 after its micro-batch. Gradients that arrive at the home rank, and the sums for the
 replicas, are kept until the update, which applies each row's gradient once.
 
-Shape letters: K parts and chunks, M matrices, P packs; n and m rows of an exchange, t touched hot
-rows, D dim.
+Shape letters: K micro-batches and chunks, M matrices, P packs; n and m rows of an exchange, t
+touched hot rows, D dim.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BatchGradients:
         self._pending_P: list[list[PackedAllToAll | HotReduction]] = [[] for _ in layout.packs]
         self._packs_left = set(range(len(layout.packs)))
 
-    def add(self, part: int, grads_M: Sequence[Tensor], module: int = 0) -> None:
+    def add(self, micro_batch: int, grads_M: Sequence[Tensor], module: int = 0) -> None:
         """Adds the gradients of a micro-batch's rows, ``(n, D_m)`` by matrix of the module.
 
         Those of an unsplit batch are the sums.
@@ -52,7 +52,7 @@ class BatchGradients:
             self._sums = Matrices(self._group.buffers_M, self._layout.rows_M)
             self._sums_M = [sums.zero_() for sums in self._sums.tensors]
         for matrix, grads in zip(matrices, grads_M):
-            sums, pooling = self._sums_M[matrix], self._layout.pooling_KM[part][matrix]
+            sums, pooling = self._sums_M[matrix], self._layout.pooling_KM[micro_batch][matrix]
             assert sums is not None, "a batch's backward runs before its update"
             pooling.add_gradients(sums, grads)
 

@@ -1,11 +1,11 @@
 """The rows of one batch: fetched from home ranks, read from replicas, provided for pooling.
 
-Micro-batches are called parts here. Forward of micro-batch j needs the chunks up to j; clean rows
+Forward of micro-batch j needs the chunks up to j; clean rows
 may be fetched before the update of the batch before (``ops/row_order.py``). The plan may also split
 packs into waves. Communication that no computation hides is then staggered: one wave is on the wire
 while another is gathered or updated (PICASSO's K-Interleaving).
 
-Shape letters: K parts and chunks, M matrices, P packs, N lookups.
+Shape letters: K micro-batches and chunks, M matrices, P packs, N lookups.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class BatchRows:
     """The rows of one batch whose layout is complete.
 
     The rows are freed once no module needs them: :meth:`acquire` is told which micro-batch is a
-    module's last, :meth:`PartRows.end` ends the module's use after it, and the last module releases
-    the memory. A driver may release it earlier or later by :meth:`release`.
+    module's last, :meth:`MicroBatchRows.end` ends the module's use after it, and the last module
+    releases the memory. A driver may release it earlier or later by :meth:`release`.
     """
 
     def __init__(self, group: RowGroup, layout: RowLayout) -> None:
@@ -58,17 +58,15 @@ class BatchRows:
         rows = [pack.requests.home_rows_n.to(torch.int64), pack.touched.own_rows_o]
         return torch.cat(rows).unique()
 
-    def fetch_clean(self) -> None:
-        """Starts fetching the rows that the batch before does not update. Collective."""
-        packs = [p for p, pack in enumerate(self.layout.packs) if pack.requests.sends_rows]
-        self._fetch(CLEAN, packs)
+    def fetch(self, chunk: int | None = None, wave: int | None = None) -> None:
+        """Starts fetching the dirty rows of a chunk; without one, all clean rows. Collective.
 
-    def fetch_dirty(self, chunk: int, wave: int | None = None) -> None:
-        """Starts fetching the dirty rows of a chunk. Collective."""
-        self._fetch(dirty_exchange(chunk), self.group.plan.packs_of(wave))
-
-    def _fetch(self, exchange: int, packs: Sequence[int]) -> None:
-        """Starts the exchange of this number in fetch order, for some packs."""
+        Clean rows are those that the batch before does not update.
+        """
+        exchange = CLEAN if chunk is None else dirty_exchange(chunk)
+        packs: Sequence[int] = self.group.plan.packs_of(wave)
+        if chunk is None:
+            packs = [p for p in packs if self.layout.packs[p].requests.sends_rows]
         if not packs:
             return
         ranks, matrices_M = self.group.ranks, self._matrices.tensors
@@ -102,40 +100,23 @@ class BatchRows:
 
     def fetch_again(self) -> None:
         """Fetches all rows again after a write to home rows of any rank. Collective."""
-        num_chunks = len(self.layout.sizes_K)
         # Finish the exchanges in progress first: they write into the same matrices.
-        for matrix in range(len(self.group.plan.matrices)):
-            self.arrive(num_chunks - 1, matrix)
+        for _, _, pending in self._arrivals:
+            pending.wait()
+        self._arrivals.clear()
         self.group.apply_writes()
-        self.fetch_clean()
-        for chunk in range(num_chunks):
-            self.fetch_dirty(chunk)
+        for chunk in (None, *range(len(self.layout.sizes_K))):
+            self.fetch(chunk)
         self.read_hot()
-
-    def arrive(self, part: int, matrix: int) -> Tensor:
-        """Waits for the chunks that a micro-batch needs, and returns all rows of a matrix.
-
-        Shape ``(U_m, D_m)``; dirty rows of later chunks are not filled yet.
-        """
-        packs = self.group.plan.matrices[matrix]
-        # Exchanges of later chunks and of other packs stay in progress.
-        for arrival in list(self._arrivals):
-            exchange, brought, pending = arrival
-            is_needed = not brought.isdisjoint(range(packs.start, packs.stop))
-            if is_needed and exchange <= dirty_exchange(part):
-                pending.wait()
-                self._arrivals.remove(arrival)
-        # A pipeline may have started the fetch on another stream.
-        return keep_for_current_stream(self._matrices.tensors[matrix])
 
     def acquire(
         self,
-        part: int,
+        micro_batch: int,
         sink: GradientSink,
         weights_N: Tensor | None = None,
         is_last: bool = False,
         module: int = 0,
-    ) -> PartRows:
+    ) -> MicroBatchRows:
         """Returns the rows of one micro-batch of one module: a lookup result for the output dist.
 
         Their gradients go to ``sink``. ``weights_N`` are per-sample weights in KeyedJaggedTensor
@@ -144,16 +125,16 @@ class BatchRows:
         received them for pooling.
         """
         matrices, given_N = self.group.plan.modules[module], self.layout.weights_N
-        pooling_M = [self.layout.pooling_KM[part][matrix] for matrix in matrices]
+        pooling_M = [self.layout.pooling_KM[micro_batch][matrix] for matrix in matrices]
         are_new = weights_N is not None and weights_N is not given_N
         weights_N = given_N if weights_N is None else weights_N
-        return PartRows(
+        return MicroBatchRows(
             rows=self,
-            part=part,
+            micro_batch=micro_batch,
             module=module,
             pooling_M=pooling_M,
             scales_M=[pooling.scales(weights_N, are_new) for pooling in pooling_M],
-            batch_size=self.layout.sizes_K[part],
+            batch_size=self.layout.sizes_K[micro_batch],
             sink=sink,
             is_last=is_last,
         )
@@ -164,11 +145,11 @@ class BatchRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartRows:
+class MicroBatchRows:
     """The rows that one micro-batch of one module uses."""
 
     rows: BatchRows
-    part: int
+    micro_batch: int
     module: int
     pooling_M: Sequence[Pooling]
     scales_M: Sequence[Tensor | None]
@@ -179,7 +160,7 @@ class PartRows:
     is_last: bool
     """Whether the module needs the batch's rows no more after this micro-batch."""
 
-    def view(self, *_: int) -> PartRows:
+    def view(self, *_: int) -> MicroBatchRows:
         """Returns the rows themselves: TorchRec reshapes lookup results, but these are matrices."""
         return self
 
@@ -196,30 +177,43 @@ class PartRows:
 
         Lengths are known on the host; the module has one matrix.
         """
-        layout, part = self.rows.layout, self.part
+        layout, k = self.rows.layout, self.micro_batch
         sizes_K = [size for size in layout.sizes_K if size is not None]
         assert sizes_K, "sequences have one batch size"
         features = layout.features_by_module[self.module]
         (matrix,) = self.rows.group.plan.modules[self.module]
         lookups_KF = [pooling_M[matrix].lookups_F for pooling_M in layout.pooling_KM]
-        low, batch_size = sum(sizes_K[:part]), sizes_K[part]
-        lengths_FB = features.lengths().view(len(lookups_KF[part]), sum(sizes_K))
+        low, batch_size = sum(sizes_K[:k]), sizes_K[k]
+        lengths_FB = features.lengths().view(len(lookups_KF[k]), sum(sizes_K))
         # Values are ordered by feature, then micro-batch: F K pieces, of which every K-th from
-        # index `part` belongs to this micro-batch.
-        by_part = list(zip(*lookups_KF))
-        pieces = features.values().split([n for lookups_K in by_part for n in lookups_K])
+        # index k belongs to this micro-batch.
+        by_micro_batch = list(zip(*lookups_KF))
+        pieces = features.values().split([n for lookups_K in by_micro_batch for n in lookups_K])
         return KeyedJaggedTensor(
             keys=features.keys(),
-            values=torch.cat(pieces[part :: len(sizes_K)]),
+            values=torch.cat(pieces[k :: len(sizes_K)]),
             lengths=lengths_FB[:, low : low + batch_size].reshape(-1),
             stride=batch_size,
-            length_per_key=list(lookups_KF[part]),
+            length_per_key=list(lookups_KF[k]),
         )
 
     def arrive(self) -> Iterator[Tensor]:
-        """Waits for the rows; yields those of one matrix at a time, as :meth:`BatchRows.arrive`."""
-        for matrix in self.rows.group.plan.modules[self.module]:
-            yield self.rows.arrive(self.part, matrix)
+        """Waits for the chunks that the micro-batch needs; yields the rows of one matrix at a time.
+
+        Shape ``(U_m, D_m)``; dirty rows of later chunks are not filled yet.
+        """
+        rows, plan = self.rows, self.rows.group.plan
+        for matrix in plan.modules[self.module]:
+            packs = plan.matrices[matrix]
+            # Exchanges of later chunks and of other packs stay in progress.
+            for arrival in list(rows._arrivals):
+                exchange, brought, pending = arrival
+                is_needed = not brought.isdisjoint(range(packs.start, packs.stop))
+                if is_needed and exchange <= dirty_exchange(self.micro_batch):
+                    pending.wait()
+                    rows._arrivals.remove(arrival)
+            # A pipeline may have started the fetch on another stream.
+            yield keep_for_current_stream(rows._matrices.tensors[matrix])
 
     def end(self) -> None:
         """Ends the use of the rows by this micro-batch; the last use of all modules frees them."""

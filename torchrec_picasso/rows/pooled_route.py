@@ -3,15 +3,16 @@
 Each table is stored whole on one home rank, and features are ordered by pack and home rank, so the
 lookups for one home rank are a slice. The ids are neither sorted nor made unique: a home rank pools
 all lookups. It receives ids by rank, then feature, and reorders them to the order in which bags are
-pooled and sent: by micro-batch ("part"), rank, sample and feature. A bag counts as a dirty row: all
+pooled and sent: by micro-batch, rank, sample and feature. A bag counts as a dirty row: all
 bags wait for the update. A rank receives its bags by micro-batch and home rank. The block of a home
 rank is ordered by sample, so it already is a slice of the pooled output's columns:
 
-    one part of a pack's matrix:   | home 0: (n, F_0 D) | home 1: (n, F_1 D) | ...
+    one micro-batch of a pack's matrix:   | home 0: (n, F_0 D) | home 1: (n, F_1 D) | ...
 
 Header words of a pair of ranks: K numbers of samples, and A numbers of lookups.
 
-Shape letters: A packs of bags, F features, K parts, W ranks, S bags, N lookups, X words, D dim.
+Shape letters: A packs of bags, F features, K micro-batches, W ranks, S bags, N lookups, X words,
+D dim.
 
 Host syncs per batch on CUDA: one, for the lookups of each feature, and one per pack.
 """
@@ -19,7 +20,7 @@ Host syncs per batch on CUDA: one, for the lookups of each feature, and one per 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, islice, pairwise
 
@@ -99,65 +100,77 @@ class PooledRoute(Route):
         self, features: KeyedJaggedTensor, sizes_K: Sequence[int | None], first_lookup: int
     ) -> _Request:
         """Splits the lookups of a batch by pack and home rank."""
-        return _Request(self, features, [size for size in sizes_K if size is not None])
-
-
-class _Request(RouteRequest):
-    """The request for the pooled bags of one batch."""
-
-    def __init__(
-        self, route: PooledRoute, features: KeyedJaggedTensor, sizes_K: Sequence[int]
-    ) -> None:
         values_N, weights_N = features.values(), features.weights_or_none()
-        self._route = route
-        self._sizes_K = sizes_K
+        sizes = [size for size in sizes_K if size is not None]
         # A host sync for the lookups of each feature; from these those by pack and home rank.
         lookups_F = features.length_per_key()
         remaining = iter(lookups_F)
-        self._lookups_AW = [
+        lookups_AW = [
             [sum(islice(remaining, num_features)) for num_features in features_W]
-            for features_W in route.features_by_home
+            for features_W in self.features_by_home
         ]
-        lookups_A = list(map(sum, self._lookups_AW))
+        lookups_A = list(map(sum, lookups_AW))
         # Row of the table plus the table's first row in the home rank's storage, shape (N,); rows
         # outside their table are 0.
-        rows_N, self.outside_ids = shift_rows(
+        rows_N, outside_ids = shift_rows(
             values_N,
             torch.tensor(lookups_F).to(values_N.device, non_blocking=True),
-            route.first_rows,
-            route.space.feature_rows_F,
+            self.first_rows,
+            self.space.feature_rows_F,
             torch.int64,
         )
-        self._rows_A = rows_N.split(lookups_A)
-        self._lengths_A = features.lengths().split(
-            [sum(sizes_K) * num_features for num_features in route.plan.features_M]
+        lengths_A = features.lengths().split(
+            [sum(sizes) * num_features for num_features in self.plan.features_M]
         )
-        self._weights_A = None if weights_N is None else weights_N.float().split(lookups_A)
         # One message per home rank, shape (W, K + A).
-        words_WX = torch.tensor([[*self._sizes_K, *n_A] for n_A in zip(*self._lookups_AW)])
-        self.words = RouteWords(sent=[words_WX.to(values_N.device, non_blocking=True)])
-        self._received_A: list[list[Tensor]] = []
+        words_WX = torch.tensor([[*sizes, *n_A] for n_A in zip(*lookups_AW)])
+        return _Request(
+            words=RouteWords([words_WX.to(values_N.device, non_blocking=True)]),
+            outside_ids=outside_ids,
+            route=self,
+            sizes_K=sizes,
+            rows_A=rows_N.split(lookups_A),
+            lengths_A=lengths_A,
+            weights_A=None if weights_N is None else weights_N.float().split(lookups_A),
+            lookups_AW=lookups_AW,
+        )
+
+
+@dataclass(kw_only=True)
+class _Request(RouteRequest):
+    """The request for the pooled bags of one batch."""
+
+    route: PooledRoute
+    sizes_K: Sequence[int]
+    rows_A: Sequence[Tensor]
+    """Home row of each lookup, int64."""
+    lengths_A: Sequence[Tensor]
+    weights_A: Sequence[Tensor] | None
+    lookups_AW: Sequence[Sequence[int]]
+    """Number of lookups, on the host."""
+    _samples_WK: tuple[tuple[int, ...], ...] = field(init=False)
+    _received_A: list[list[Tensor]] = field(init=False, default_factory=list)
 
     def ids(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         ((words_WX,), _) = words
-        samples_WK, lookups_WA = np.split(words_WX, [len(self._sizes_K)], axis=1)
+        samples_WK, lookups_WA = np.split(words_WX, [len(self.sizes_K)], axis=1)
         self._samples_WK = tuple(map(tuple, samples_WK.tolist()))
         payloads: list[Payload] = []
-        for p, features_W in enumerate(self._route.features_by_home):
-            lookups_W, incoming_W = self._lookups_AW[p], lookups_WA[:, p].tolist()
-            own_features = features_W[self._route.ranks.rank]
+        for p, features_W in enumerate(self.route.features_by_home):
+            lookups_W, incoming_W = self.lookups_AW[p], lookups_WA[:, p].tolist()
+            own_features = features_W[self.route.ranks.rank]
             # One entry (sent, sent_W, received_W) per vector. Lengths: one per (sample, feature).
             vectors = [
-                (self._rows_A[p], lookups_W, incoming_W),
+                (self.rows_A[p], lookups_W, incoming_W),
                 (
-                    self._lengths_A[p],
-                    [sum(self._sizes_K) * features for features in features_W],
+                    self.lengths_A[p],
+                    [sum(self.sizes_K) * features for features in features_W],
                     [sum(sizes_K) * own_features for sizes_K in self._samples_WK],
                 ),
             ]
-            if self._weights_A is not None:
+            if self.weights_A is not None:
                 # float32 weights are sent as their bits in the integer payload.
-                bits = self._weights_A[p].contiguous().view(torch.int32)
+                bits = self.weights_A[p].contiguous().view(torch.int32)
                 vectors.append((bits, lookups_W, incoming_W))
             own = [
                 Payload(
@@ -170,9 +183,9 @@ class _Request(RouteRequest):
         return payloads
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
-        plan, features_AW = self._route.plan, self._route.features_by_home
+        plan, features_AW = self.route.plan, self.route.features_by_home
         layouts = [self._pack_layout(p, first_matrix + p) for p in range(plan.num_packs)]
-        edges_K1 = [*accumulate(self._sizes_K, initial=0)]
+        edges_K1 = [*accumulate(self.sizes_K, initial=0)]
         pooling_KM: list[list[Pooling]] = [
             [
                 _PooledBags(
@@ -182,7 +195,7 @@ class _Request(RouteRequest):
                     # One vector per (sample, feature): n samples take n F rows.
                     vectors=slice(start * sum(features_W), end * sum(features_W)),
                     size=end - start,
-                    has_weights=self._weights_A is not None,
+                    has_weights=self.weights_A is not None,
                 )
                 for features_W, dim in zip(features_AW, plan.dim_M)
             ]
@@ -193,8 +206,8 @@ class _Request(RouteRequest):
     def _pack_layout(self, p: int, matrix: int) -> PackLayout:
         requests = self._incoming_bags(p)
         nothing = requests.home_rows_n.new_empty(0)
-        features_W = self._route.features_by_home[p]
-        bags_KW = [[size * features for features in features_W] for size in self._sizes_K]
+        features_W = self.route.features_by_home[p]
+        bags_KW = [[size * features for features in features_W] for size in self.sizes_K]
         return PackLayout(
             matrix=matrix,
             start=0,
@@ -209,15 +222,15 @@ class _Request(RouteRequest):
 
     def _incoming_bags(self, p: int) -> _IncomingBags:
         """Builds the incoming requests of pack ``p`` from the received ids."""
-        mean_F, rank = self._route.plan.mean_MF[p], self._route.ranks.rank
+        mean_F, rank = self.route.plan.mean_MF[p], self.route.ranks.rank
         rows, lengths, *weight_bits = self._received_A[p]
-        *_, first, end = accumulate(self._route.features_by_home[p][: rank + 1], initial=0)
+        *_, first, end = accumulate(self.route.features_by_home[p][: rank + 1], initial=0)
         num_features = end - first
         # From (rank, feature, sample) order to (micro-batch, rank, sample, feature) order.
         ordered = reorder_bags(
             rows.to(torch.int64),
             lengths,
-            self._route.incoming_order(num_features, self._samples_WK, self._route.device),
+            self.route.incoming_order(num_features, self._samples_WK, self.route.device),
             torch.arange(rows.numel(), device=rows.device) if weight_bits else None,
         )
         weights_N = None

@@ -5,7 +5,8 @@ All operations here concern ids and run ahead of the step that needs the rows. T
 operation joins what the routes send into one collective. Invalid input is counted and replaced by
 harmless values, so that every rank reaches the header, which reports the error to all ranks.
 
-Shape letters: F features, K parts and chunks, M matrices, N lookups, P packs, S bags, W ranks.
+Shape letters: F features, K micro-batches and chunks, M matrices, N lookups, P packs, S bags, W
+ranks.
 
 Host syncs per batch on CUDA: one with several routes, for the lookups of each feature, beside those
 of the routes.
@@ -72,8 +73,8 @@ class RowLayout:
 class RowRequest:
     """The request for the rows of one batch; each method is called once, in order.
 
-    Construction reads the ids and sends nothing. The object must be kept until the next batch's
-    :meth:`send_dirty_mask`.
+    Construction reads the ids and starts to send the header: all ranks construct the object, and
+    keep it until the next batch's :meth:`send_dirty_mask`.
 
     Args:
         group: The tables of the modules.
@@ -85,7 +86,6 @@ class RowRequest:
             reports the lengths that were malformed before.
     """
 
-    _header_exchange: HeaderExchange
     header: Header
     """The information of all ranks; available after :meth:`send_ids`."""
     _ids: PackedAllToAll
@@ -131,10 +131,7 @@ class RowRequest:
             looks_up_nothing=not features.values().numel(),
             most_rows=max(features.values().numel(), features.lengths().numel()),
         )
-
-    def send_header(self) -> None:
-        """Starts to send the header. Collective."""
-        self._header_exchange = HeaderExchange(self._group.ranks, self.words)
+        self._header_exchange = HeaderExchange(group.ranks, self.words)
 
     def send_ids(self) -> bool:
         """Waits for the header and sends each cold row's number in the storage of its home rank.
@@ -192,7 +189,6 @@ def with_new_layout(group: RowGroup, layout: RowLayout) -> RowLayout:
     """Rebuilds the layout of an unsplit batch after the hot rows changed. Collective."""
     with torch.no_grad():
         request = RowRequest(group, layout.features_by_module)
-        request.send_header()
         request.send_ids()
         request.receive_ids()
         return request.lay_out()

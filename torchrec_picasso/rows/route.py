@@ -3,9 +3,9 @@
 The engine loops over the routes of a group and over their packs, and joins what they send into one
 collective per operation. The route decides everything else: :class:`RouteRequest` the header words,
 ids, dirty mask and layout of a batch, :class:`IncomingRequests` fetch and update at the home rank
-of a pack, :class:`Pooling` the pooling of a micro-batch (here a part) and its gradients.
+of a pack, :class:`Pooling` the pooling of a micro-batch and its gradients.
 
-Shape letters: F features, K parts, W ranks, N lookups, S bags, D dim; n and m rows.
+Shape letters: F features, K micro-batches, W ranks, N lookups, S bags, D dim; n and m rows.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class Route(ABC):
         """
 
 
+@dataclass(kw_only=True)
 class RouteRequest(ABC):
     """The request of one route for one batch; methods are called in order."""
 

@@ -7,7 +7,7 @@ values.
 
 Header words of a pair of ranks: P K counts of cold rows, and a bit per hot slot.
 
-Shape letters: F features, K parts and chunks, J runs of bags, M matrices, P packs,
+Shape letters: F features, K micro-batches and chunks, J runs of bags, M matrices, P packs,
 N lookups, U unique rows, W ranks.
 
 Host syncs per batch on CUDA: the number of unique rows; per pack the touched hot rows and, with
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -27,11 +27,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import (
+    Bags,
     BatchCut,
     bag_order,
     count_lookups,
     cut_pooling,
-    part_of_lookup,
+    micro_batch_of_lookup,
     reorder_bags,
 )
 from torchrec_picasso.ops.ids import pack_bits
@@ -39,6 +40,8 @@ from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
     FetchOrder,
+    LocatedRows,
+    UniqueRows,
     fetch_positions,
     find_fetch_order,
     first_use_chunks,
@@ -72,79 +75,78 @@ class RowRoute(Route):
         super().__post_init__()
         # Waves of the placement, and a matrix for neighbouring packs of one dim.
         self.plan = PackPlan.build(self.tables, self.device)
-        self._bag_orders = lru_cache(maxsize=1)(bag_order)
+        self._bag_order = lru_cache(maxsize=1)(partial(bag_order, self.plan, device=self.device))
         """The permutation of bags, kept for batches of the same sizes."""
 
     def read(
         self, features: KeyedJaggedTensor, sizes_K: Sequence[int | None], first_lookup: int
     ) -> _Request:
-        """Finds the unique rows of a batch."""
-        return _Request(self, features, sizes_K, first_lookup)
-
-    def bag_order(self, sizes_K: Sequence[int | None]) -> Tensor | None:
-        """Returns the permutation of bags to matrix-major order; ``None`` = bags keep theirs."""
-        sizes = tuple(size for size in sizes_K if size is not None)
-        if not sizes or (not self.plan.has_pooling and len(sizes) == 1):
-            return None
-        if not any(self.plan.is_sequence_M):
-            sizes = (sum(sizes),)  # the order of pooled bags does not depend on the split
-        return self._bag_orders(self.plan.features_M, self.plan.is_sequence_M, sizes, self.device)
-
-
-class _Request(RouteRequest):
-    """The request for the distinct rows of one batch."""
-
-    _packs: Sequence[_PackRequest]
-    _lookups_MKJ: Sequence[Sequence[Sequence[int]]]
-
-    def __init__(
-        self,
-        route: RowRoute,
-        features: KeyedJaggedTensor,
-        sizes_K: Sequence[int | None],
-        first_lookup: int,
-    ) -> None:
-        self._route = route
-        self._sizes_K = sizes_K
+        """Finds the unique rows of a batch, and puts them in request order."""
         strides_F = features.stride_per_key()
-        self.cut = cut = BatchCut.from_strides(strides_F, sizes_K, route.plan)
+        cut = BatchCut.from_strides(strides_F, sizes_K, self.plan)
         # Packed ids (N,) -> bag order (N,) -> unique rows (U,) -> request order (U,).
         lookups_F = count_lookups(features.offsets(), strides_F)
-        packed_N, self.outside_ids = route.space.pack_ids(features.values(), lookups_F)
+        packed_N, outside_ids = self.space.pack_ids(features.values(), lookups_F)
         source_N, num_lookups = None, packed_N.numel()
-        if features.weights_or_none() is not None and route.plan.has_pooling:
+        if features.weights_or_none() is not None and self.plan.has_pooling:
             # Weights are those of all features of the batch.
             end = first_lookup + num_lookups
             source_N = torch.arange(first_lookup, end, device=packed_N.device)
-        order_S = route.bag_order(sizes_K)
-        self.bags = reorder_bags(packed_N, features.lengths(), order_S, source_N)
-        self.rows = unique_rows(self.bags.ids_N)
-        lookups_J = count_lookups(self.bags.offsets_S1, cut.bags_by_run)
-        self.part_N = chunk_U = None
+        order_S = self._bag_order(tuple(sizes_K))
+        bags = reorder_bags(packed_N, features.lengths(), order_S, source_N)
+        rows = unique_rows(bags.ids_N)
+        lookups_J = count_lookups(bags.offsets_S1, cut.bags_by_run)
+        micro_batch_N = chunk_U = None
         # With one micro-batch all rows are in chunk 0, so no chunk has to be computed.
-        if cut.num_parts > 1:
-            self.part_N = part_of_lookup(lookups_J, cut.part_by_run, num_lookups)
-            chunk_U = first_use_chunks(self.rows, self.part_N, cut.num_parts)
-        self.located = locate_rows(self.rows.ids_U, route.space, route.hot, chunk_U, cut.num_parts)
-        counts_PQ, size = self.located.counts_PQ, route.space.world_size
+        if cut.num_micro_batches > 1:
+            micro_batch_N = micro_batch_of_lookup(lookups_J, cut.micro_batch_by_run, num_lookups)
+            chunk_U = first_use_chunks(rows, micro_batch_N, cut.num_micro_batches)
+        located = locate_rows(rows.ids_U, self.space, self.hot, chunk_U, cut.num_micro_batches)
         # For rank w: P K counts, from (P K, W) transposed, and the slots, the same for all ranks.
-        self.words = RouteWords(
-            sent=[
-                counts_PQ[:, 1:].reshape(-1, size).t(),
-                pack_bits(self.located.is_used_H).expand(size, -1),
-            ],
-            kept=[counts_PQ.reshape(-1), lookups_J],
+        size = self.space.world_size
+        sent = [
+            located.counts_PQ[:, 1:].reshape(-1, size).t(),
+            pack_bits(located.is_used_H).expand(size, -1),
+        ]
+        return _Request(
+            words=RouteWords(sent, kept=[located.counts_PQ.reshape(-1), lookups_J]),
+            outside_ids=outside_ids,
+            route=self,
+            sizes_K=sizes_K,
+            cut=cut,
+            bags=bags,
+            rows=rows,
+            located=located,
+            micro_batch_N=micro_batch_N,
         )
+
+
+@dataclass(kw_only=True)
+class _Request(RouteRequest):
+    """The request for the distinct rows of one batch."""
+
+    route: RowRoute
+    sizes_K: Sequence[int | None]
+    cut: BatchCut
+    bags: Bags
+    """Packed ids in bag order."""
+    rows: UniqueRows
+    located: LocatedRows
+    """The unique rows in request order."""
+    micro_batch_N: Tensor | None
+    """Micro-batch of each lookup in bag order, int64; ``None`` = there is one."""
+    _packs: Sequence[_PackRequest] = field(init=False)
+    _lookups_MKJ: Sequence[Sequence[Sequence[int]]] = field(init=False)
 
     def ids(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         (counts_WX, bits_WX), (counts_n, lookups_n) = words
-        route, located = self._route, self.located
+        route, located = self.route, self.located
         own_PQ = counts_n.reshape(located.counts_PQ.shape)
         num_packs, world_size = len(own_PQ), len(counts_WX)
         outgoing_PKW = own_PQ[:, 1:].reshape(num_packs, -1, world_size)
         # From (W, P K) by sender to (P, K, W).
         incoming_PKW = counts_WX.T.reshape(outgoing_PKW.shape)
-        self._lookups_MKJ = self.cut.by_part(lookups_n.tolist())
+        self._lookups_MKJ = self.cut.by_micro_batch(lookups_n.tolist())
         # target_U is ordered by pack, hot rows first: split it into [hot, cold] of each pack.
         nums = [num for hot, *cold_KW in own_PQ.tolist() for num in (hot, sum(cold_KW))]
         targets = located.target_U.split(nums)
@@ -154,7 +156,8 @@ class _Request(RouteRequest):
                 storage=storage,
                 hot_slots=slots - start if start else slots,
                 touched_t=touched_t,
-                cold_n=cold_n,
+                cold_n=cold_n.to(dtype),
+                incoming_n=cold_n.new_empty(int(incoming_KW.sum()), dtype=dtype),
                 outgoing=ExchangeSplits(outgoing_KW.tolist()),
                 incoming=ExchangeSplits(incoming_KW.tolist()),
             )
@@ -168,14 +171,27 @@ class _Request(RouteRequest):
                 incoming_PKW,
             )
         ]
-        return [payload for pack in self._packs for payload in pack.ids(dtype)]
+        return [
+            payload
+            for pack in self._packs
+            for payload in _by_chunk(pack.cold_n, pack.outgoing, pack.incoming_n, pack.incoming)
+        ]
 
     def dirty_mask(self, before: _Request) -> list[Payload]:
-        pairs = zip(self._packs, before._packs)
-        return [payload for pack, earlier in pairs for payload in pack.dirty_mask(earlier)]
+        payloads: list[Payload] = []
+        for pack, earlier in zip(self._packs, before._packs):
+            # One uint8 per incoming row: whether the batch before requested the same row. The mask
+            # travels back along the ids: incoming counts are sent, outgoing ones received.
+            found_n = pack.storage.which_are_among(pack.incoming_n, earlier.incoming_n)
+            pack.dirty_incoming_n = found_n.to(torch.uint8)
+            pack.dirty_outgoing_n = found_n.new_empty(pack.outgoing.num_rows, dtype=torch.uint8)
+            payloads += _by_chunk(
+                pack.dirty_incoming_n, pack.incoming, pack.dirty_outgoing_n, pack.outgoing
+            )
+        return payloads
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
-        plan = self._route.plan
+        plan = self.route.plan
         packs: list[PackLayout] = []
         rows_M: list[int] = []
         for matrix, own in enumerate(plan.matrices, first_matrix):
@@ -191,7 +207,7 @@ class _Request(RouteRequest):
             self.located,
             fetch_positions(self.located, [(p.hot_slots, p.outgoing_by_fetch) for p in packs]),
             self.cut,
-            part_N=self.part_N,
+            micro_batch_N=self.micro_batch_N,
             lookups_MK=[[sum(runs) for runs in runs_K] for runs_K in self._lookups_MKJ],
             rows_M=rows_M,
         )
@@ -200,7 +216,7 @@ class _Request(RouteRequest):
                 _RowPooling(index=index, size=size, num_features=num, lookups_F=lookups_KJ[k])
                 for index, num, lookups_KJ in zip(index_M, plan.features_M, self._lookups_MKJ)
             ]
-            for k, (index_M, size) in enumerate(zip(index_KM, self._sizes_K))
+            for k, (index_M, size) in enumerate(zip(index_KM, self.sizes_K))
         ]
         return packs, pooling_KM
 
@@ -214,32 +230,18 @@ class _PackRequest:
     touched_t: Tensor
     """Hot slots that any rank's batch uses."""
     cold_n: Tensor
-    """Home rows that this rank requests, int64."""
+    """Home rows that this rank requests, in the wire's integer type."""
+    incoming_n: Tensor
+    """Home rows that ranks request here; filled once the ids have arrived."""
     outgoing: ExchangeSplits
     incoming: ExchangeSplits
-    incoming_rows: Tensor = field(init=False)
-    """Home rows that ranks request here."""
-    dirty: tuple[Tensor | None, Tensor | None] = None, None
-    """Whether outgoing and incoming rows are dirty, uint8; ``None`` = all are."""
-
-    def ids(self, dtype: torch.dtype) -> Iterator[Payload]:
-        self.incoming_rows = self.cold_n.new_empty(self.incoming.num_rows, dtype=dtype)
-        return _by_chunk(self.cold_n.to(dtype), self.outgoing, self.incoming_rows, self.incoming)
-
-    def dirty_mask(self, before: _PackRequest) -> Iterator[Payload]:
-        # One uint8 per incoming row: whether the batch before requested the same row. The mask
-        # travels back along the ids: incoming counts are sent, outgoing ones received.
-        found = self.storage.which_are_among(self.incoming_rows, before.incoming_rows)
-        incoming_n = found.to(torch.uint8)
-        outgoing_n = incoming_n.new_empty(self.outgoing.num_rows)
-        self.dirty = outgoing_n, incoming_n
-        return _by_chunk(incoming_n, self.incoming, outgoing_n, self.outgoing)
+    dirty_outgoing_n: Tensor | None = None
+    """Whether outgoing rows are dirty, uint8; ``None`` = all are."""
+    dirty_incoming_n: Tensor | None = None
 
     def lay_out(self, matrix: int, start: int) -> PackLayout:
-        outgoing_by_fetch, incoming_by_fetch = (
-            find_fetch_order(exchanges.counts_EW, None if dirty_n is None else dirty_n.bool())
-            for exchanges, dirty_n in zip((self.outgoing, self.incoming), self.dirty)
-        )
+        outgoing_by_fetch = find_fetch_order(self.outgoing.counts_EW, self.dirty_outgoing_n)
+        incoming_by_fetch = find_fetch_order(self.incoming.counts_EW, self.dirty_incoming_n)
         return PackLayout(
             matrix=matrix,
             start=start,
@@ -248,7 +250,11 @@ class _PackRequest:
             outgoing=self.outgoing,
             outgoing_by_fetch=outgoing_by_fetch,
             incoming=self.incoming,
-            requests=_IncomingRows.build(self.incoming_rows, incoming_by_fetch),
+            requests=_IncomingRows(
+                home_rows_n=self.incoming_n,
+                by_fetch=incoming_by_fetch,
+                rows_by_fetch_n=incoming_by_fetch.arrange(self.incoming_n),
+            ),
         )
 
 
@@ -262,15 +268,10 @@ class _IncomingRows(IncomingRequests):
     """Home rows in fetch order."""
 
     @staticmethod
-    def build(rows_n: Tensor, by_fetch: FetchOrder) -> _IncomingRows:
-        return _IncomingRows(
-            home_rows_n=rows_n, by_fetch=by_fetch, rows_by_fetch_n=by_fetch.arrange(rows_n)
-        )
-
-    @staticmethod
     def joined(batches: Sequence[_IncomingRows]) -> _IncomingRows:
         rows_n = torch.cat([incoming.home_rows_n for incoming in batches])
-        return _IncomingRows.build(rows_n, FetchOrder([[rows_n.numel()]], None))
+        by_fetch = FetchOrder([[rows_n.numel()]], order_n=None)
+        return _IncomingRows(home_rows_n=rows_n, by_fetch=by_fetch, rows_by_fetch_n=rows_n)
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
         return storage.gather(self.rows_by_fetch_n[self.by_fetch.rows(exchange)])

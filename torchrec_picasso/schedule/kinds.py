@@ -107,8 +107,8 @@ def _all(*kinds: str) -> tuple[Need, ...]:
 _ROWS = (*_all("lay_out"), Need("update", _earlier_batch))
 
 KINDS: Mapping[str, Kind] = {
-    "request": Kind(sends=True, on_id_stream=True, leads=True),
-    "send_ids": Kind(sends=True, on_id_stream=True, needs=_all("request")),
+    "send_header": Kind(sends=True, on_id_stream=True, leads=True),
+    "send_ids": Kind(sends=True, on_id_stream=True, needs=_all("send_header")),
     "receive_ids": Kind(on_id_stream=True, needs=_all("send_ids")),
     "send_dirty_mask": Kind(sends=True, on_id_stream=True, needs=_all("receive_ids")),
     "lay_out": Kind(on_id_stream=True, leads=True, needs=_all("receive_ids", "send_dirty_mask")),

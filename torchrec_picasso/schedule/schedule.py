@@ -178,7 +178,7 @@ def evaluation_schedule(
 @cache
 def first_batch_schedule(this: Setting, *, num_waves: int = 1) -> Schedule:
     """Returns the schedule that fetches the rows of the first batch, before the first step."""
-    ops = [Op(kind, THIS) for kind in ("request", "send_ids", "receive_ids", "lay_out")]
+    ops = [Op(kind, THIS) for kind in ("send_header", "send_ids", "receive_ids", "lay_out")]
     return _checked([*ops, *_fetch_dirty(THIS, this, num_waves), Op("read_hot", THIS)])
 
 
@@ -186,7 +186,7 @@ def first_batch_schedule(this: Setting, *, num_waves: int = 1) -> Schedule:
 def second_batch_schedule(following: Setting) -> Schedule:
     """Returns the schedule that sends the row numbers of the second batch, whose setting is
     ``following``, to home ranks, before the first step."""
-    return _checked([Op("request", NEXT), Op("send_ids", NEXT), *_ids_arrive(NEXT, following)])
+    return _checked([Op("send_header", NEXT), Op("send_ids", NEXT), *_ids_arrive(NEXT, following)])
 
 
 def _for_chunks(kind: str, batch: int, setting: Setting, first: int = 0) -> list[Op]:
@@ -215,7 +215,7 @@ def _before_updates(following: Setting) -> list[Op]:
     The header is small and goes ahead of the rows.
     """
     clean = [Op("fetch_clean", NEXT)] if following.lookahead else []
-    return [Op("lay_out", NEXT), Op("request", AFTER), *clean]
+    return [Op("lay_out", NEXT), Op("send_header", AFTER), *clean]
 
 
 def _ids_arrive(batch: int, setting: Setting) -> list[Op]:

@@ -29,7 +29,7 @@ from torchrec.distributed.model_tracker.types import TrackingMode
 
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.ids import PackedTable
-from torchrec_picasso.rows.batch_rows import PartRows
+from torchrec_picasso.rows.batch_rows import MicroBatchRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
 
@@ -49,7 +49,7 @@ def begin_batch(model: nn.Module) -> None:
 
 def row_tracker(
     record: RecordLookup, group: RowGroup, kernels: Sequence[HotColdKernel]
-) -> Callable[[PartRows], None]:
+) -> Callable[[MicroBatchRows], None]:
     """Makes the function that tracks the rows of a batch, and ignores its further micro-batches.
 
     The kernels are TorchRec's of the hot/cold tables in ``group``, with the rows that this rank
@@ -71,12 +71,12 @@ def row_tracker(
         tracker.get_latest = partial(_latest_state, tracker)
 
     @torch.no_grad()
-    def record_at_home(part: PartRows) -> None:
-        if part.module in part.rows.tracked:  # by an earlier micro-batch
+    def record_at_home(own: MicroBatchRows) -> None:
+        if own.module in own.rows.tracked:  # by an earlier micro-batch
             return
-        part.rows.tracked.add(part.module)
+        own.rows.tracked.add(own.module)
         for kernel in kernels:
-            rows_by_table = kernel.split_rows(part.rows.looked_up(kernel.rows))
+            rows_by_table = kernel.split_rows(own.rows.looked_up(kernel.rows))
             values_by_table = _values_by_table(tracker._mode, kernel)
             for (name, rows), values in zip(rows_by_table.items(), values_by_table):
                 if name in path_of:
@@ -93,7 +93,7 @@ def lookup_tracker(
     record_at_home = row_tracker(record, group, kernels)
 
     def record_lookup(features: Any, found: Any, *rest: Any) -> None:
-        if isinstance(found, PartRows):
+        if isinstance(found, MicroBatchRows):
             record_at_home(found)
         else:
             record(features, found, *rest)

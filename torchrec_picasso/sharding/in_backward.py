@@ -34,7 +34,7 @@ from torchrec_picasso.errors import CompatError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement, Flags
 from torchrec_picasso.placement import SHARDING_TYPE_OF
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
-from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
+from torchrec_picasso.rows.batch_rows import BatchRows, MicroBatchRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowLayout, RowRequest, with_new_layout
 from torchrec_picasso.rows.valid_features import like
@@ -64,7 +64,6 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         self._group.check(sparse_features)
         with torch.no_grad():
             request = RowRequest(self._group, [sparse_features], validated=validated)
-            request.send_header()
 
         @torch.no_grad()
         def after_header() -> Awaitable[KeyedJaggedTensor]:
@@ -128,7 +127,7 @@ class _HotColdLookup:
     """
 
     _emb_modules: Any
-    optim_state_tracker_fn: Callable[[PartRows], None] | None
+    optim_state_tracker_fn: Callable[[MicroBatchRows], None] | None
 
     def __init__(self, configs: Sequence[GroupedEmbeddingConfig], group: RowGroup) -> None:
         self._group = group
@@ -155,13 +154,13 @@ class _HotColdLookup:
     def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *_: object) -> BaseEmbedding:
         return HotColdKernel(config, self._storages[len(self._emb_modules)], self._group.ranks)
 
-    def forward(self, sparse_features: LaidOutFeatures | PartRows) -> PartRows:
+    def forward(self, sparse_features: LaidOutFeatures | MicroBatchRows) -> MicroBatchRows:
         """Starts to fetch the rows of a batch. Collective.
 
         Rows of a micro-batch that a schedule fetches are returned unchanged.
         """
         rows = sparse_features
-        if not isinstance(rows, PartRows):
+        if not isinstance(rows, MicroBatchRows):
             # sequences have no use for weights
             rows = self._fetch(layout_of(rows), rows.weights_or_none())
         if self.optim_state_tracker_fn is not None:
@@ -172,7 +171,7 @@ class _HotColdLookup:
         """Registers TorchRec's delta tracker, for its modes with optimizer state."""
         self.optim_state_tracker_fn = row_tracker(record_fn, self._group, list(self._emb_modules))
 
-    def _fetch(self, layout: RowLayout, weights_N: Tensor | None) -> PartRows:
+    def _fetch(self, layout: RowLayout, weights_N: Tensor | None) -> MicroBatchRows:
         """Starts to fetch the rows of a batch, which is one micro-batch. Collective.
 
         ``weights_N`` are per-sample weights in KeyedJaggedTensor order, with their graph. The
@@ -188,8 +187,8 @@ class _HotColdLookup:
             flags = Flags(homes_written=group.was_written())
             agreement = Agreement(group.ranks.pg, group.device, flags)
         rows = BatchRows(group, layout)
-        rows.fetch_dirty(0)  # without lookahead all rows are in this exchange
-        if agreement is not None and agreement.wait().homes_written:
+        rows.fetch(0)  # without lookahead all rows are in this exchange
+        if agreement is not None and Flags.largest(agreement.wait()).homes_written:
             group.apply_writes()
         rows.read_hot()
         return rows.acquire(0, partial(self._send, layout), weights_N, is_last=True)

@@ -24,10 +24,16 @@ from torchrec_picasso._torchrec import BaseEmbeddingDist, EmbeddingShardingConte
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.streams import keep_for_current_stream
-from torchrec_picasso.rows.batch_rows import PartRows
+from torchrec_picasso.rows.batch_rows import MicroBatchRows
+
+_NOT_COMPILED = (
+    "hot/cold tables do not support compiled autograd, which traces neither the messages that "
+    "their gradients leave by nor the update at the end of backward; use TrainPipelineSparseDist "
+    "or InterleavedTrainPipeline, and torch.compile for the dense part"
+)
 
 
-class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Tensor]):
+class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, MicroBatchRows, Tensor]):
     """Turns fetched rows into a module's output."""
 
     def __init__(self, plan: PackPlan, device: torch.device) -> None:
@@ -36,7 +42,7 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Te
         self._anchor = torch.empty(0, device=device, requires_grad=True)
 
     def forward(
-        self, local_embs: PartRows, sharding_ctx: EmbeddingShardingContext | None = None
+        self, local_embs: MicroBatchRows, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> Awaitable[Tensor]:
         """Makes the awaitable of the output of one micro-batch.
 
@@ -47,7 +53,7 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Te
         return Later(partial(self._pool, local_embs, torch.is_grad_enabled()))
 
     @torch.compiler.disable  # a compiled dense part waits here for messages, which are not traced
-    def _pool(self, rows: PartRows, needs_grad: bool) -> Tensor:
+    def _pool(self, rows: MicroBatchRows, needs_grad: bool) -> Tensor:
         with torch.set_grad_enabled(needs_grad and torch.is_grad_enabled()):
             scales_M = [keep_for_current_stream(scales) for scales in rows.scales_M]
             pieces = _PoolArrivals.apply(self._anchor, rows, *scales_M)
@@ -58,7 +64,7 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, PartRows, Te
             rows.end()
         return output
 
-    def _side_by_side(self, rows: PartRows, pieces: Sequence[Tensor]) -> Tensor:
+    def _side_by_side(self, rows: MicroBatchRows, pieces: Sequence[Tensor]) -> Tensor:
         """Joins the pooled matrices to the shape that :meth:`HotColdOutputDist.forward` gives."""
         remaining = iter(pieces)
         columns = [
@@ -88,7 +94,7 @@ class _PoolArrivals(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, rows: PartRows, *scales_M: Tensor | None
+        ctx: Any, anchor: Tensor, rows: MicroBatchRows, *scales_M: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.sink, ctx.pooling_M = rows.sink, rows.pooling_M
         ctx.rows_M, pieces_M = [], []
@@ -104,37 +110,26 @@ class _PoolArrivals(Function):
         return tuple(piece for pieces in pieces_M for piece in pieces)
 
     @staticmethod
+    @torch.compiler.disable(reason=_NOT_COMPILED)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, *grads)
-
-
-_NOT_COMPILED = (
-    "hot/cold tables do not support compiled autograd, which traces neither the messages that "
-    "their gradients leave by nor the update at the end of backward; use TrainPipelineSparseDist "
-    "or InterleavedTrainPipeline, and torch.compile for the dense part"
-)
-
-
-@torch.compiler.disable(reason=_NOT_COMPILED)
-def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Computes gradients of rows, passes them to the driver's sink, returns those of scales."""
-    if compiled_autograd.in_compiled_autograd_region:
-        raise CompatError(_NOT_COMPILED)
-    scales_M, pooling_M = ctx.saved_tensors, ctx.pooling_M
-    remaining = iter(grads)
-    # forward flattened its outputs over matrices; the same counts restore them by matrix
-    grads_M = [list(islice(remaining, pooling.num_pieces)) for pooling in pooling_M]
-    ctx.sink(
-        [
-            pooling.gradients(matrix_grads, scales_N)
-            for matrix_grads, scales_N, pooling in zip(grads_M, scales_M, pooling_M)
+        """Computes gradients of rows, passes them to the driver's sink, returns those of scales."""
+        if compiled_autograd.in_compiled_autograd_region:
+            raise CompatError(_NOT_COMPILED)
+        scales_M, pooling_M = ctx.saved_tensors, ctx.pooling_M
+        remaining = iter(grads)
+        # forward flattened its outputs over matrices; the same counts restore them by matrix
+        grads_M = [list(islice(remaining, pooling.num_pieces)) for pooling in pooling_M]
+        ctx.sink(
+            [
+                pooling.gradients(matrix_grads, scales_N)
+                for matrix_grads, scales_N, pooling in zip(grads_M, scales_M, pooling_M)
+            ]
+        )
+        scale_grads_M = [
+            None if rows is None else pooling.gradient_of_scales(matrix_grads, rows)
+            for matrix_grads, rows, pooling in zip(grads_M, ctx.rows_M, pooling_M)
         ]
-    )
-    scale_grads_M = [
-        None if rows is None else pooling.gradient_of_scales(matrix_grads, rows)
-        for matrix_grads, rows, pooling in zip(grads_M, ctx.rows_M, pooling_M)
-    ]
-    return None, None, *scale_grads_M
+        return None, None, *scale_grads_M
 
 
 class Later(LazyAwaitable[Any]):

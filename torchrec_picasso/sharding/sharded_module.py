@@ -24,7 +24,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_picasso._torchrec import EmbeddingShardingContext, EmbeddingShardingInfo
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import SHARDING_TYPE_OF, HotColdParams
-from torchrec_picasso.rows.batch_rows import PartRows
+from torchrec_picasso.rows.batch_rows import MicroBatchRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.refresh_policy import Refresh
 from torchrec_picasso.rows.refresher import Refreshed, Refresher
@@ -114,7 +114,7 @@ class HotColdModule(ABC):
         """Whether all tables are hot/cold, so that TorchRec exchanges nothing by itself."""
         return self.has_hot_cold and len(self.table_shardings()) == 1
 
-    def output(self, rows: PartRows) -> LazyAwaitable[Any]:
+    def output(self, rows: MicroBatchRows) -> LazyAwaitable[Any]:
         """Computes the module's output for one micro-batch, from its fetched rows."""
         context = self.create_context()
         context.sharding_contexts.append(EmbeddingShardingContext())

@@ -44,12 +44,7 @@ from torchrec_picasso._torchrec import (
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.segment_reduction import sum_by_row
 from torchrec_picasso.storage.exactness import why_no_memory
-from torchrec_picasso.storage.row_updates import (
-    ONLY_HERE,
-    UpdateStep,
-    new_states,
-    row_update,
-)
+from torchrec_picasso.storage.row_updates import ONLY_HERE, UpdateStep, new_states, row_update
 
 
 @dataclass(frozen=True, kw_only=True)

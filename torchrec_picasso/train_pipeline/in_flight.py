@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -64,7 +64,6 @@ class InFlight:
         self._operations: Operations  # from work_with() on
         # of the plan; not known before the first step
         self._num_waves, self._shares_rows = 1, True
-        self._peers: Peers | None = None
         self._op: Op | str = ""
         self._led: set[Op] = set()  # operations that ran ahead of a step that has not begun
         self._num_changes = 0  # of the tables, when this pipeline last fetched rows
@@ -179,12 +178,6 @@ class InFlight:
         self._led.clear()
         return self._inflights.popleft()
 
-    def propagate_errors(self, step: int) -> AbstractContextManager[None]:
-        """In this context, errors of a step name the operation, and the rank that caused them."""
-        if self._peers is None:
-            self._peers = Peers(self._pg)
-        return self._peers.propagate_errors(lambda: f"step {step}, {self._doing}")
-
     def clear(self) -> None:
         """Drops all batches, also a batch that was fetched and kept, and ends a failure."""
         for inflight in self._inflights:
@@ -202,8 +195,13 @@ class InFlight:
     def _pg(self) -> dist.ProcessGroup:
         return process_group_of(self._model)
 
+    @cached_property
+    def peers(self) -> Peers:
+        """The ranks that errors of a step name."""
+        return Peers(self._pg)
+
     @property
-    def _doing(self) -> str:
+    def doing(self) -> str:
         """The current operation, for messages of errors."""
         is_halfway = self._lifecycle.state in (State.IN_STEP, State.FAILED)
         return str(self._op) if is_halfway else "next batch"
@@ -223,7 +221,7 @@ class InFlight:
     def _agreed(self, agreement: Agreement) -> Flags:
         """Returns the flags of all ranks, or raises a rank's refusal on all ranks. Collective."""
         self._op = "agreement of ranks"
-        flags = agreement.wait()
+        flags = Flags.largest(agreement.wait())
         if flags.refused:
             device = self._taken.device
             first_with_data, _ = find_data(self._pg, device, self._inflights[-1].has_data)

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.batches.feed import Fetched
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.batch_gradients import BatchGradients
-from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
+from torchrec_picasso.rows.batch_rows import BatchRows, MicroBatchRows
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.schedule.schedule import Setting, backward_order
 from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput, UnsplitOutput
@@ -29,13 +29,8 @@ class GroupBatch:
     group: ModuleGroup
     request: RowRequest
     rows: BatchRows = field(init=False)
+    """Available, as the gradients, from the layout on, which ends the request."""
     gradients: BatchGradients = field(init=False)
-
-    def lay_out(self) -> None:
-        """Ends the request: rows and gradients have a layout from then on."""
-        layout = self.request.lay_out()
-        self.rows = BatchRows(self.group.row_group, layout)
-        self.gradients = BatchGradients(self.group.row_group, layout)
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class Run:
     backward_at: int
     batch: Any
     num_samples: int
-    parts: Sequence[int]
+    micro_batches: Sequence[int]
     """Micro-batches whose rows it uses."""
 
 
@@ -120,22 +115,22 @@ class InFlightBatch(Fetched):
         number: int,
         *,
         trains: bool = True,
-    ) -> list[tuple[PartRows, int]]:
+    ) -> list[tuple[MicroBatchRows, int]]:
         """Returns rows and samples of micro-batches that a module uses in one run of the model.
 
         ``number`` is the position of the module in its group. A run that does not train takes no
         gradients, and the rows stay for the training step.
         """
         weights = self._weights_of(group_batch, name, number)
-        parts = []
+        acquired = []
         for index in indices:
             sink = _no_sink
             if trains:
                 sink = partial(self._take_gradients, group_batch.gradients, name, number, index)
             is_last = trains and index == self.filled[-1]  # the last use of rows may free them
-            part = group_batch.rows.acquire(index, sink, weights, is_last=is_last, module=number)
-            parts.append((part, self.sizes_K[index]))
-        return parts
+            rows = group_batch.rows.acquire(index, sink, weights, is_last=is_last, module=number)
+            acquired.append((rows, self.sizes_K[index]))
+        return acquired
 
     def _take_gradients(
         self,
@@ -200,8 +195,8 @@ class InFlightBatch(Fetched):
             for number, name in enumerate(group_batch.group.modules):
                 self._weights_of(group_batch, name, number)  # once, with their graph
                 with torch.no_grad():
-                    parts = self.acquire(self.filled, group_batch, name, number, trains=False)
-                    whole = group_batch.group.output(name, parts).wait()
+                    acquired = self.acquire(self.filled, group_batch, name, number, trains=False)
+                    whole = group_batch.group.output(name, acquired).wait()
                 outputs[name] = FullBatchOutput(whole, name, always_leaves=True)
         return outputs
 

@@ -231,8 +231,10 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             PeerError: If another rank failed, with its message, or does not answer.
             PicassoError: If the step before did not end; see :meth:`reset`.
         """
-        is_training = self._model.training
-        naming_ranks = self._in_flight.propagate_errors(self._batch_count)
+        is_training, step = self._model.training, self._batch_count
+        naming_ranks = self._in_flight.peers.propagate_errors(
+            lambda: f"step {step}, {self._in_flight.doing}"
+        )
         with naming_ranks, self._watch.measuring(), explained_tracing():
             if self._stock is not None:
                 output: Out = super().progress(self._stock.batches(dataloader_iter, self))

@@ -29,7 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.proof.dense_part import outside_of_sharded
-from torchrec_picasso.rows.batch_rows import BatchRows, PartRows
+from torchrec_picasso.rows.batch_rows import BatchRows, MicroBatchRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.valid_features import with_own_weights
 from torchrec_picasso.sharding.sharded_module import HotColdModule
@@ -80,7 +80,7 @@ class ProcessedModule:
         (own, *_), _ = self._module.preprocess_input([with_own_weights(features)], {})
         return self._tables.features_of(own)
 
-    def output(self, rows: PartRows) -> LazyAwaitable[Any]:
+    def output(self, rows: MicroBatchRows) -> LazyAwaitable[Any]:
         """Computes the module's output for one micro-batch."""
         return self._tables.output(rows)
 

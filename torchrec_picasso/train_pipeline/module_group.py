@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.batches.join import join_outputs
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.rows.batch_rows import PartRows
+from torchrec_picasso.rows.batch_rows import MicroBatchRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.rows.valid_features import valid_features
@@ -67,32 +67,26 @@ class ModuleGroup:
     ) -> RowRequest:
         """Starts to request the rows that a batch's features look up, by module. Collective."""
         validated = [valid_features(features_of[name]) for name in self.modules]
+        # the features that a module looks up, in the order of its tables
         pairs = zip(self.modules.values(), validated)
-        by_module = [self._features_of(module, features) for module, features in pairs]
-        # VBE rows belong to no micro-batch
-        sizes = None if self._is_odd else sizes_K
+        by_module = [module.features_of(features) for module, features in pairs]
+        sizes: Sequence[int] | None = sizes_K
+        if self._is_odd:  # VBE rows belong to no micro-batch
+            by_module, sizes = list(map(VariableBatchFeatures.pad, by_module, validated)), None
         with torch.no_grad():
-            request = RowRequest(self.row_group, by_module, sizes, has_data, validated)
-            request.send_header()
-        return request
+            return RowRequest(self.row_group, by_module, sizes, has_data, validated)
 
-    def _features_of(
-        self, module: ScheduledModule, features: KeyedJaggedTensor
-    ) -> KeyedJaggedTensor:
-        """Selects the features that a module looks up, in the order of its tables."""
-        if not self._is_odd:
-            return module.features_of(features)
-        return VariableBatchFeatures.pad(module.features_of(features), features)
-
-    def output(self, name: str, parts: Sequence[tuple[PartRows, int]]) -> LazyAwaitable[Any]:
+    def output(
+        self, name: str, acquired: Sequence[tuple[MicroBatchRows, int]]
+    ) -> LazyAwaitable[Any]:
         """Computes a module's output from the rows and numbers of samples of micro-batches."""
         self.row_group.check_unwritten()
         module = self.modules[name]
         compute = partial(spread, module) if self._is_odd else module.output
-        outputs = [compute(part) for part, _ in parts]
+        outputs = [compute(rows) for rows, _ in acquired]
         if len(outputs) == 1:
             return outputs[0]
-        sizes = [size for _, size in parts]
+        sizes = [size for _, size in acquired]
         return LazyNoWait(join_outputs([output.wait() for output in outputs], sizes))
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torchrec_picasso._torchrec import TrainPipelineContext
 from torchrec_picasso.batches.feed import IdStream
 from torchrec_picasso.exchange.waiting import note_all_reduce
-from torchrec_picasso.rows.batch_gradients import update_rows
+from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
+from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.schedule.kinds import KINDS
 from torchrec_picasso.schedule.schedule import Op
 from torchrec_picasso.train_pipeline.data_parallel import (
@@ -61,7 +62,7 @@ class Program:
 
 
 def _for_each_group(method: Callable[[GroupBatch], Callable[..., None]]) -> Callable[..., None]:
-    """Makes an operation that calls a method of every module group's part of the batch."""
+    """Makes an operation that calls a method of every module group's view of the batch."""
 
     def run(_: Operations, inflight: InFlightBatch, index: int | None = None, **wave: int) -> None:
         chunk = () if index is None else (index,)
@@ -96,7 +97,7 @@ class Operations:
             tensors = chain.from_iterable(each.rows.layout.tensors() for each in inflight.groups)
             self._id_stream.hand_over([inflight.batch, *inflight.micro_batches_K], tensors)
 
-    def _request(self, inflight: InFlightBatch) -> None:
+    def _send_header(self, inflight: InFlightBatch) -> None:
         """Starts the header exchanges, and the input dists of non-interleaved modules."""
         for group in self.taken.groups:
             request = group.request(inflight.features_of, inflight.sizes_K, inflight.has_data)
@@ -117,12 +118,10 @@ class Operations:
 
     # waits for the ids; then home ranks know the requested rows
     _receive_ids = _for_each_group(lambda each: each.request.receive_ids)
-    # the layout of the rows, on the requesting rank and on the home rank
-    _lay_out = _for_each_group(lambda each: each.lay_out)
     # starts to fetch the rows that the batch before does not update
-    _fetch_clean = _for_each_group(lambda each: each.rows.fetch_clean)
+    _fetch_clean = _for_each_group(lambda each: each.rows.fetch)
     # starts to fetch the other rows of one chunk
-    _fetch_dirty = _for_each_group(lambda each: each.rows.fetch_dirty)
+    _fetch_dirty = _for_each_group(lambda each: each.rows.fetch)
     # reads replicas into the batch's row matrices
     _read_hot = _for_each_group(lambda each: each.rows.read_hot)
     # sends the gradients of one chunk's rows to their home ranks
@@ -134,6 +133,13 @@ class Operations:
         """Sends the dirty mask: which requested rows the batch before updates."""
         for each, each_before in zip(inflight.groups, before.groups):
             each.request.send_dirty_mask(each_before.request)
+
+    def _lay_out(self, inflight: InFlightBatch) -> None:
+        """Builds the layout of the rows, on the requesting rank and on the home rank."""
+        for each in inflight.groups:
+            layout = each.request.lay_out()
+            each.rows = BatchRows(each.group.row_group, layout)
+            each.gradients = BatchGradients(each.group.row_group, layout)
 
     def _forward(self, inflight: InFlightBatch, index: int) -> None:
         """Runs the model on one micro-batch.
@@ -148,8 +154,8 @@ class Operations:
         for each in inflight.groups:
             # The model calls the module later; the call waits for the rows of its micro-batch.
             for number, (name, module) in enumerate(each.group.modules.items()):
-                parts = inflight.acquire(run.parts, each, name, number)
-                module.forward.take(partial(each.group.output, name, parts))
+                acquired = inflight.acquire(run.micro_batches, each, name, number)
+                module.forward.take(partial(each.group.output, name, acquired))
         inflight.compute_full_outputs(self.taken.plain)
         sizes = [each.num_samples for each in runs]
         for name, module in self.taken.plain.items():
@@ -165,37 +171,32 @@ class Operations:
             inflight.losses_K[index] = self.program.losses.checked(losses)
 
     def _backward(self, inflight: InFlightBatch, index: int) -> None:
-        """Runs backward of one micro-batch, and after the last one that of full-batch outputs."""
-        run = next((run for run in inflight.runs if run.backward_at == index), None)
-        is_last = index == inflight.order[-1]
-        if is_last and not inflight.is_one_backward:
-            announce_last_backward(self.program.model)
-            if run is None:
-                no_gradients(self.program.model).backward()
-        if run is not None:
-            self._run_backward(inflight, run.forward_at)
-        if is_last:
-            # the leaves of full-batch outputs now have all their gradients
-            for whole in inflight.full_outputs.values():
-                whole.backward()
-            self._note_trained(inflight)
-
-    def _run_backward(self, inflight: InFlightBatch, index: int) -> None:
-        """Runs backward of one micro-batch.
+        """Runs backward of one micro-batch, and after the last one that of full-batch outputs.
 
         An empty batch, which replaces data that has ended, adds nothing to the gradients. Its
         backward still runs, because DDP waits for it.
         """
         program, model = self.program, self.program.model
-        if inflight.is_one_backward and inflight.has_data:
-            program.backward(program.losses.whole(inflight.losses_K[index]))
-            return
-        if not inflight.has_data:
-            loss = program.losses.stand_in(inflight.losses_K[index])
-            loss = loss * 0.0 if loss.requires_grad else no_gradients(model)
-        else:
-            loss = program.losses.part(inflight.losses_K, index, inflight.sizes_K)
-        loss.backward()
+        run = next((run for run in inflight.runs if run.backward_at == index), None)
+        is_last = index == inflight.order[-1]
+        if is_last and not inflight.is_one_backward:
+            announce_last_backward(model)
+            if run is None:
+                no_gradients(model).backward()
+        if run is not None:
+            losses_K, k = inflight.losses_K, run.forward_at
+            if not inflight.has_data:
+                loss = program.losses.stand_in(losses_K[k])
+                (loss * 0.0 if loss.requires_grad else no_gradients(model)).backward()
+            elif inflight.is_one_backward:
+                program.backward(program.losses.whole(losses_K[k]))
+            else:
+                program.losses.part(losses_K, k, inflight.sizes_K).backward()
+        if is_last:
+            # the leaves of full-batch outputs now have all their gradients
+            for whole in inflight.full_outputs.values():
+                whole.backward()
+            self._note_trained(inflight)
 
     def _note_trained(self, inflight: InFlightBatch) -> None:
         """Records which modules got a gradient; a plain loop would not update the others.

@@ -35,11 +35,7 @@ from torchrec_picasso.train_pipeline.model_parts import (
     why_whole_batches,
 )
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup, group_modules
-from torchrec_picasso.train_pipeline.rewrite import (
-    InterleavedForward,
-    Postprocs,
-    explained_tracing,
-)
+from torchrec_picasso.train_pipeline.rewrite import InterleavedForward, Postprocs, explained_tracing
 
 _ODD_BATCH = (
     "its KeyedJaggedTensor has a batch size per feature (variable batch), or another one than the "

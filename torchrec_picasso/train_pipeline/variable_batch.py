@@ -27,7 +27,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.streams import keep_for_current_stream
-from torchrec_picasso.rows.batch_rows import PartRows
+from torchrec_picasso.rows.batch_rows import MicroBatchRows
 from torchrec_picasso.rows.valid_features import padded
 from torchrec_picasso.sharding.output_dist import LaterByKey
 from torchrec_picasso.sharding.sharded_ec import spread_sequences
@@ -75,7 +75,7 @@ def check_inverse_indices(given: KeyedJaggedTensor) -> None:
         )
 
 
-def spread(module: Any, rows: PartRows) -> LazyAwaitable[Any]:
+def spread(module: Any, rows: MicroBatchRows) -> LazyAwaitable[Any]:
     """Computes a module's output from the whole batch's VBE features, expanded to the samples."""
     features = rows.rows.layout.features_by_module[rows.module]
     assert isinstance(features, VariableBatchFeatures)
@@ -93,7 +93,7 @@ def spread(module: Any, rows: PartRows) -> LazyAwaitable[Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PaddedRows(PartRows):
+class _PaddedRows(MicroBatchRows):
     """Rows of sequences whose features are padded to one batch size with empty sequences."""
 
     @property

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrec.distributed.planner import Topology
 
-from torchrec_picasso.app.cli.outputs import (
-    check_outputs,
-    new_picture,
-    save_picture,
-    write_result,
-)
+from torchrec_picasso.app.cli.outputs import check_outputs, new_picture, save_picture, write_result
 from torchrec_picasso.app.config import load_config
 from torchrec_picasso.app.runs.placements import hot_cold_sharders
 from torchrec_picasso.app.runs.trainer import unsharded_model

@@ -15,12 +15,7 @@ import pyarrow.parquet as pq
 from torch import nn
 from torchrec.datasets.utils import Batch
 
-from torchrec_picasso.app.cli.outputs import (
-    check_outputs,
-    new_picture,
-    print_table,
-    save_picture,
-)
+from torchrec_picasso.app.cli.outputs import check_outputs, new_picture, print_table, save_picture
 from torchrec_picasso.app.config import DataConfig, TrainConfig, load_config
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.zoo.data.criteo import hash_ids, log_dense

@@ -6,10 +6,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from torchrec_picasso.app.config import WatchConfig
-from torchrec_picasso.app.runs.tensorboard_reports import (
-    TensorBoardReports,
-    check_tensorboard,
-)
+from torchrec_picasso.app.runs.tensorboard_reports import TensorBoardReports, check_tensorboard
 from torchrec_picasso.train_pipeline.step_report import StepReport
 
 
