@@ -11,7 +11,7 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo notebooks notebook-outputs docs test lint types check setup clean
+.PHONY: demo notebooks notebook-outputs docs test versions lint types check setup clean
 
 demo: $(STAMP)  ## train a DLRM with stock TorchRec and with hot/cold tables, and compare
 	$(BIN)/torchrec-picasso demo $(ARGS)
@@ -27,6 +27,9 @@ notebook-outputs: $(STAMP)  ## run the notebooks and store their outputs in them
 
 test: $(STAMP)  ## the whole test-suite; tests of one file run one after another
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+
+versions: $(STAMP)  ## the suite with each TorchRec release, in .venv-<release>; an hour, and GB where torch has CUDA
+	$(BIN)/python -m tests.versions -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -59,4 +62,4 @@ $(DOCS_STAMP): requirements-docs.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) site build *.egg-info
+	rm -rf $(VENV) $(VENV)-* site build *.egg-info

@@ -1,6 +1,8 @@
 """Versions that cannot work together are named before torch is imported; unknown ones may try."""
 
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from tests import versions as releases
 from tests.support.packaging import pins, setup_settings
 from tests.support.processes import run_python
 from torchrec_picasso.compat import (
@@ -166,3 +169,35 @@ def test_the_pinned_versions_are_a_supported_pair() -> None:
     assert pinned["fbgemm-gpu-cpu"] in found["fbgemm-gpu"]
     versions = {name: pinned[name] for name in ("torch", "fbgemm-gpu-cpu")}
     assert why_not_together(versions) is None
+
+
+# -- make versions ---------------------------------------------------------------------------------
+
+
+def test_a_release_changes_the_pins_of_torch_and_fbgemm_alone() -> None:
+    pinned = [text for text in releases.requirements("1.8", "2.13").splitlines() if "*" in text]
+    assert pinned == ["torch==2.13.*", "fbgemm-gpu-cpu==1.8.*"]
+    assert len(releases.RELEASES) == len(SUPPORTED_TORCH)
+
+
+def test_each_release_prints_a_line_also_after_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def install(folder: Path, release: str, torch: str) -> str:
+        if release == "1.8":
+            releases.run(sys.executable, "-c", "raise SystemExit('ERROR: no torch==2.13.*\\n')")
+        folder.joinpath("bin").mkdir(parents=True)
+        (python := folder / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        return f"torchrec {release}.2"
+
+    monkeypatch.setattr(releases, "ROOT", tmp_path)
+    monkeypatch.setattr(releases, "install", install)
+    for text, last in ("def test(): pass", "1 passed"), ("def test(): assert 0", "1 failed"):
+        (tmp_path / "test_one.py").write_text(text)
+        assert releases.main(["-p", "no:cacheprovider", "test_one.py"]) == 1
+        first, second = capsys.readouterr().out.splitlines()
+        assert first == "torchrec 1.8, torch 2.13: not installed: ERROR: no torch==2.13.*"
+        assert second.startswith(f"torchrec 1.9.2: {last}")
+        assert second.endswith("see .venv-1.9/suite.log") == ("failed" in last)
+        shutil.rmtree(tmp_path / ".venv-1.9")

@@ -1,6 +1,5 @@
 """What users and plans rely on: public names, their signatures, and the TorchRec names behind."""
 
-import importlib.metadata
 import inspect
 from operator import attrgetter
 
@@ -8,6 +7,7 @@ import pytest
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
 import torchrec_picasso
+from tests.support.packaging import pins
 from torchrec_picasso import errors, version
 
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
@@ -91,5 +91,5 @@ def test_errors_are_one_family() -> None:
     assert issubclass(errors.PicassoError, ValueError)
 
 
-def test_the_tried_torchrec_is_the_installed_one() -> None:
-    assert importlib.metadata.version("torchrec") == version.TESTED_TORCHREC
+def test_the_tried_torchrec_is_the_pinned_one() -> None:
+    assert pins("requirements-nodeps.txt")["torchrec"] == version.TESTED_TORCHREC

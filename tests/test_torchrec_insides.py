@@ -10,6 +10,7 @@ import ast
 import importlib
 import inspect
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -28,6 +29,8 @@ from tests.support.upstream import (
     parameters_of,
 )
 from torchrec_picasso import _torchrec
+
+IS_1_8 = version("torchrec").startswith("1.8.")
 
 INHERITED: dict[str, set[str]] = {
     "BaseRwEmbeddingSharding": {
@@ -217,7 +220,7 @@ SIGNATURES: dict[str, str] = {
         "model, optimizer, device, execute_all_batches, apply_jit, context_type, "
         "pipeline_postproc, custom_model_fwd, dmp_collection_sync_interval_batches, "
         "enqueue_batch_after_forward, enable_inplace_copy_batch, free_features_storage_early, "
-        "clear_data_dist_inputs"
+        "clear_data_dist_inputs" + ("" if IS_1_8 else ", async_inplace_copy")
     ),
     "TrainPipelineSparseDist._backward": "losses",
     "TrainPipelineSparseDist.attach": "model, sparse_dist",

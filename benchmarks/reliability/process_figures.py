@@ -82,14 +82,14 @@ def open_files() -> Counter[str]:
 
 
 def threads() -> Counter[str]:
-    """Threads by name."""
+    """Threads by name, without autograd's: a torch with CUDA keeps some from a first use on."""
     found: Counter[str] = Counter()
     for folder in Path("/proc/self/task").iterdir():
         try:
             found[(folder / "comm").read_text().strip()] += 1
         except (FileNotFoundError, ProcessLookupError):  # it has just ended
             continue
-    return found
+    return Counter({name: n for name, n in found.items() if not name.startswith("pt_autograd_")})
 
 
 def held() -> Held:

@@ -1,6 +1,8 @@
 """``docs/features.md`` says what a run says, and nothing in it trains otherwise than TorchRec."""
 
 import dataclasses
+import re
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -17,12 +19,24 @@ from tests.train_pipeline.feature_table import (
     words,
 )
 from tests.train_pipeline.surface import Entry
+from torchrec_picasso.version import TESTED_TORCHREC
 
 FEATURE = Feature("any")
 
 
+def _without_upstream_errors(page: str) -> list[str]:
+    """A page's lines with TorchRec's own errors taken off: each release and build has others."""
+    is_error = re.compile(r"- (.+): \w+Error: .*").fullmatch
+    lines = []
+    for line in page.splitlines():
+        lines += found[1].split("; ") if (found := is_error(line)) else [line]
+    return sorted(lines)
+
+
 def test_the_page_is_what_ran() -> None:
-    assert PAGE.read_text() == page_of(*run_all()), (
+    is_pinned = version("torchrec") == TESTED_TORCHREC
+    compared = str.splitlines if is_pinned else _without_upstream_errors
+    assert compared(PAGE.read_text()) == compared(page_of(*run_all())), (
         "a cell ran otherwise; python -m tests.train_pipeline.feature_table writes the page"
     )
 
