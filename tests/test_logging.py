@@ -37,7 +37,7 @@ def test_a_batch_that_cannot_be_split_is_logged_once(caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO, logger="torchrec_picasso")
     taken: Any = SimpleNamespace(
         read=lambda batch, context: ({}, 8),
-        has_stock_means=False,
+        plain={},
         shares_rows=True,
         num_waves=1,
         groups=(),

@@ -1,8 +1,7 @@
 """Ranks with different numbers of batches: as the plain loop given empty ones; all end at once."""
 
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -164,6 +163,31 @@ def test_ranks_stop_together_where_not_all_batches_are_executed(name: str) -> No
     compare_runs(by_rank, "interleaved", "plain")
 
 
+def _early_new_iterators(rank: int, world_size: int, num_first: int) -> dict[str, Run]:
+    """New iterators after ``num_first`` steps, 5 and 3 batches, then 2 and 2, then to the end."""
+    job, first, second = JOBS["stock"], (5, 3), range(10, 12)
+    results = {}
+    for kind in ("plain", "interleaved"):
+        model = build(job, rank, world_size)
+        if kind == "plain":
+            outputs = plain_steps(
+                model, [*_padded(job, rank, first), *batches_of(job, rank, second)]
+            )
+        else:
+            pipeline = pipeline_of(model, num_micro_batches=1)
+            batches = iter(batches_of(job, rank, range(first[rank])))
+            outputs = [pipeline.progress(batches) for _ in range(num_first)]
+            outputs += run_to_the_end(pipeline, iter(batches_of(job, rank, second)))
+        results[kind] = result_of(model, []), outputs
+    return results
+
+
+@pytest.mark.parametrize("num_first", [4, 5])
+def test_new_iterators_before_the_end_is_known(num_first: int) -> None:
+    by_rank = run_ranks(_early_new_iterators, 2, num_first, timeout_s=60)
+    compare_runs(by_rank, "interleaved", "plain")
+
+
 def _exchanges_per_step(rank: int, world_size: int) -> dict[str, int]:
     counts = {}
     for name, execute_all, is_ours in (
@@ -187,14 +211,21 @@ def _exchanges_per_step(rank: int, world_size: int) -> dict[str, int]:
 def test_knowing_of_the_end_costs_no_exchange_beside_hot_cold_tables() -> None:
     for counts in run_ranks(_exchanges_per_step, 2, timeout_s=60):
         assert counts["hot_cold stops"] == counts["hot_cold"] + 1
-        assert counts["stock"] == counts["stock by TorchRec"] + 1
+        assert counts["stock"] == counts["stock by TorchRec"]
 
 
-def test_uncountable_batches_train_to_the_end_without_hot_cold_tables() -> None:
-    """They are in flight when this rank's data ends, and are no empty ones."""
-    loss = torch.ones((), requires_grad=True)
-    options = PipelineOptions(custom_model_fwd=lambda batch: (loss, None))
+@pytest.mark.parametrize("reduction", ["mean", "ratio"])
+def test_losses_of_batches_and_of_empty_ones_without_hot_cold_tables(reduction: str) -> None:
+    """An empty batch after the end of data is known by its place, not by its samples."""
+    loss = torch.full((), 6.0, requires_grad=True)
+    losses = loss if reduction == "mean" else (loss, torch.full((), 4.0))
+    options = PipelineOptions(
+        custom_model_fwd=lambda batch: (losses, None), loss_reduction=reduction
+    )
     steps = StockSteps(torch.nn.Linear(1, 1), options, torch.device("cpu"), True)
-    steps._batches = cast(Any, SimpleNamespace(has_ended=True))
-    assert steps.forward(object())[0] is loss
-    assert float(steps.forward(torch.empty(0, 1))[0]) == 0
+    steps._are_data.extend([True, False])
+    assert steps.forward(object())[0].item() == (6 if reduction == "mean" else 1.5)
+    steps._are_data.popleft()
+    empty = steps.forward(object())[0]
+    assert empty.requires_grad
+    assert empty.item() == 0

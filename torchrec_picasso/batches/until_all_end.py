@@ -6,21 +6,23 @@ of the rank's data, and the others would wait for it forever.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchrec_picasso.batches.feed import SplitBatch, empty_batch, find_data, share_empty_batch
+from torchrec_picasso.batches.feed import SplitBatch, empty_batch, share_empty_batch
+from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import Agreement
 
 
 class UntilAllEnd(Iterator[Any]):
     """Yields the batches of an iterator, on the host.
 
-    Collective: all ranks ask for batches equally often. A call costs 8 bytes to each rank; only the
-    first batch, and those after the end of this rank's data, wait for the answer.
+    Collective: all ranks ask for batches equally often. The first batch costs 16 bytes to each
+    rank. After its last one a rank yields empty ones until :attr:`have_all_ended` is set.
 
     Args:
         pg: The ranks.
@@ -28,6 +30,10 @@ class UntilAllEnd(Iterator[Any]):
         split: Makes an empty batch from another one.
         execute_all_batches: If not, all ranks stop as soon as one has no batch; the batch of
             another rank is :attr:`kept`.
+        asks_ahead: Whether ranks tell each other of every batch, at the same cost, so that none is
+            empty on all ranks. On too if a rank's batch cannot be cut to no samples.
+        are_data: Whether each batch in flight is this rank's data, in order; appended to.
+        kept: A batch that comes before those of the iterator; ``None`` = no batch.
     """
 
     def __init__(
@@ -37,17 +43,21 @@ class UntilAllEnd(Iterator[Any]):
         device: torch.device,
         split: SplitBatch,
         execute_all_batches: bool,
+        asks_ahead: bool,
+        are_data: deque[bool],
         kept: Any = None,
     ) -> None:
         self.batches = batches
         self._pg, self._device, self._split = pg, device, split
         self._execute_all_batches = execute_all_batches
+        self.asks_ahead = asks_ahead or not execute_all_batches or pg.size() == 1
+        self._are_data = are_data
         self.kept = kept
         """A batch that waits for the next iterator; ``None`` = no batch waits."""
-        self.has_ended = False
-        """Whether this rank's data has ended."""
+        self.have_all_ended = False
+        """Whether no rank has a batch any more; set by who trains the batches."""
+        self._has_ended = False
         self._last: Any = None
-        self._told: Agreement | None = None
 
     def __next__(self) -> Any:
         """Returns the next batch, maybe an empty one.
@@ -56,25 +66,42 @@ class UntilAllEnd(Iterator[Any]):
             StopIteration: On all ranks at once.
             CompatError: If a rank needs an empty batch and a batch cannot be split.
         """
-        own, self.kept = self.kept, None
-        if own is None and not self.has_ended:
-            own = next(self.batches, None)
-            self.has_ended = own is None
-        if self._last is not None and own is not None and self._execute_all_batches:
-            if self._told is not None:
-                self._told.wait()  # it is long done; a process that drops it unfinished ends badly
-            # for ranks that wait for the answer
-            self._told, self._last = Agreement(self._pg, self._device, [True]), own
-            return own
-        source, all_have_data = find_data(self._pg, self._device, own is not None)
-        if source is None or not (all_have_data or self._execute_all_batches):
-            self.kept = own
+        if self.have_all_ended:
             raise StopIteration
-        if self._last is None and not all_have_data:
-            # a rank without any batch so far has nothing to make an empty batch from
-            empty = share_empty_batch(self._pg, self._device, source, own, self._split)
-            own = empty if own is None else own
+        own, self.kept = self.kept, None
+        if own is None and not self._has_ended:
+            own = next(self.batches, None)
+            self._has_ended = own is None
+        is_data = own is not None
+        if self._last is None or self.asks_ahead:
+            own = self._agreed(own)
         elif own is None:
             own = empty_batch(self._last, self._split)
         self._last = own
+        self._are_data.append(is_data)
         return own
+
+    def _agreed(self, own: Any) -> Any:
+        """Returns the batch, or an empty one if only other ranks have data. Collective."""
+        asks_ahead = self.asks_ahead or (own is not None and not self._can_be_cut(own))
+        told = Agreement(self._pg, self._device, [own is not None, asks_ahead]).wait()
+        have_data_W, asks_W = zip(*told)
+        self.asks_ahead = any(asks_W)
+        if not any(have_data_W) or not (all(have_data_W) or self._execute_all_batches):
+            self.kept = own
+            raise StopIteration
+        empty = None
+        if self._last is None and not all(have_data_W):
+            # a rank without any batch so far has nothing to make an empty batch from
+            source = have_data_W.index(True)
+            empty = share_empty_batch(self._pg, self._device, source, own, self._split)
+        if own is None:
+            own = empty_batch(self._last, self._split) if empty is None else empty
+        return own
+
+    def _can_be_cut(self, batch: Any) -> bool:
+        try:
+            empty_batch(batch, self._split)
+        except CompatError:
+            return False
+        return True

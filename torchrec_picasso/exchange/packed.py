@@ -162,14 +162,20 @@ def _join_by_rank(matrices_P: Sequence[Tensor], counts_PW: _Counts) -> Tensor:
     """Joins matrices grouped by rank into one vector grouped by rank, then pack."""
     if len(matrices_P) == 1:
         return matrices_P[0].reshape(-1)
+    if len({matrix.shape[1:] for matrix in matrices_P}) == 1:  # one view instead of one a segment
+        return torch.cat(_segments(matrices_P, counts_PW)).view(-1)
     return torch.cat([segment.reshape(-1) for segment in _segments(matrices_P, counts_PW)])
 
 
 def _cut_by_rank(flat: Tensor, matrices_P: Sequence[Tensor], counts_PW: _Counts) -> None:
     """Splits a vector grouped by rank, then pack, into matrices grouped by rank."""
     segments = _segments(matrices_P, counts_PW)
-    for segment, values in zip(segments, flat.split([s.numel() for s in segments])):
-        segment.copy_(values.view_as(segment))
+    if len({matrix.shape[1:] for matrix in matrices_P}) == 1:
+        rows = flat.view(-1, *matrices_P[0].shape[1:]).split([len(segment) for segment in segments])
+    else:
+        pieces = flat.split([segment.numel() for segment in segments])
+        rows = tuple(piece.view_as(segment) for piece, segment in zip(pieces, segments))
+    torch._foreach_copy_(segments, rows)
 
 
 def _segments(matrices_P: Sequence[Tensor], counts_PW: _Counts) -> list[Tensor]:

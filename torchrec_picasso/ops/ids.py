@@ -196,6 +196,8 @@ class HotSlots:
 
         Slots of each pack ascend, are counted from 0 in the pack, and are on the device.
         """
+        if not self.num_rows:
+            return [self.ids_H] * (len(self.start_P1) - 1)
         union_X = np.bitwise_or.reduce(bits_WX, axis=0)
         touched_t = np.unpackbits(union_X.view(np.uint8), bitorder="little").nonzero()[0]
         # touched_t ascends over all packs: find each pack's range, then count from 0 in the pack.
@@ -227,8 +229,13 @@ def shift_rows(
     """
     if rows_N.device.type == "cpu" and rows_N.dtype in _UNSIGNED:
         rows, counts = rows_N.contiguous().numpy(), counts_F.numpy()
-        # As unsigned integers, negative rows become the largest numbers.
-        if _are_inside(rows.view(_UNSIGNED[rows_N.dtype]), counts, limit_F.numpy()):
+        # As unsigned integers, negative rows become the largest numbers. reduceat takes the maximum
+        # from each start to the next, so features without lookups are removed first: an empty range
+        # would yield a wrong value.
+        is_used = counts > 0
+        starts = (np.cumsum(counts) - counts)[is_used]
+        unsigned, limits = rows.view(_UNSIGNED[rows_N.dtype]), limit_F.numpy()[is_used]
+        if not len(starts) or (np.maximum.reduceat(unsigned, starts) < limits).all():
             # All rows are inside. Start from the feature's first number, shape (N,), and add the
             # rows in place; the sum fits into dtype, so the cast is safe.
             shifted = np.repeat(first_F.to(dtype).numpy(), counts)
@@ -242,17 +249,10 @@ def shift_rows(
     return first_N.add_(rows_N).masked_fill_(outside_N, 0).to(dtype), outside_N.sum()
 
 
-def _are_inside(rows: np.ndarray, counts: np.ndarray, limits: np.ndarray) -> bool:
-    """Whether every row, an unsigned integer, is below the limit of its feature."""
-    is_used = counts > 0
-    # reduceat takes the maximum from each start to the next, so features without lookups are
-    # removed first: an empty range would yield a wrong value.
-    starts = (np.cumsum(counts) - counts)[is_used]
-    return not len(starts) or bool((np.maximum.reduceat(rows, starts) < limits[is_used]).all())
-
-
 def pack_bits(mask_H: Tensor) -> Tensor:
     """Packs a bool mask into int64 words of 64 bits each, little-endian."""
+    if not mask_H.numel():
+        return mask_H.new_empty(0, dtype=torch.int64)
     num_words = -(-mask_H.numel() // (8 * _WORD_BYTES))
     # Padded to whole words as (bytes, 8 bits); a byte is the sum of its bits times their powers.
     padded = mask_H.new_zeros(num_words * _WORD_BYTES, 8)

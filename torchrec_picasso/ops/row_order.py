@@ -269,7 +269,8 @@ class FetchOrder(ExchangeSplits):
 def find_fetch_order(counts_KW: list[list[int]], dirty_n: Tensor | None) -> FetchOrder:
     """Computes the fetch order of rows from a dirty mask in request order; ``None`` = all dirty.
 
-    Costs one stable sort of n small integers and a host sync on CUDA; nothing without a mask.
+    The mask is uint8, 0 or 1. Costs one stable sort of n small integers and a host sync on CUDA;
+    nothing without a mask.
     """
     num_chunks, world_size = len(counts_KW), len(counts_KW[0])
     if dirty_n is None:
@@ -281,7 +282,7 @@ def find_fetch_order(counts_KW: list[list[int]], dirty_n: Tensor | None) -> Fetc
     pair_n = torch.repeat_interleave(pairs, requested, output_size=dirty_n.numel())
     # segment_n, shape (n,): the number exchange * W + rank. A dirty row of chunk k belongs to
     # exchange 1 + k. A clean row of any chunk belongs to exchange 0, hence "pair modulo W".
-    segment_n = torch.where(dirty_n, pair_n + world_size, pair_n % world_size)  # (exchange, rank)
+    segment_n = torch.where(dirty_n.bool(), pair_n + world_size, pair_n % world_size)
     order_n, counts = _sort_by_segment(segment_n, (1 + num_chunks) * world_size)
     return FetchOrder(counts.view(-1, world_size).tolist(), order_n)
 

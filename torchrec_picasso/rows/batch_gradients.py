@@ -83,7 +83,7 @@ class BatchGradients:
     def reduce_hot(self, wave: int | None = None) -> None:
         """Starts summing the gradients of touched replicas over all ranks. Collective."""
         packs, at_home = self._in_wave(wave)
-        if not packs:
+        if not any(pack.touched.slots_t.numel() for pack in packs):  # on all ranks alike
             return
         # This rank's h hot rows are a subset of the t touched rows of all ranks; searchsorted gives
         # their positions among the touched rows.

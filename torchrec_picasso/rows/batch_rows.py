@@ -93,6 +93,8 @@ class BatchRows:
         """Reads the replicas of this batch's hot rows into its matrices."""
         with torch.no_grad():
             for storage, pack in zip(self.group.storages, self.layout.packs):
+                if not pack.hot_slots.numel():
+                    continue
                 rows = self._matrices.tensors[pack.matrix][pack.hot_slice]
                 storage.gather_hot(pack.hot_slots, out_hD=rows)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class RowRoute(Route):
         super().__post_init__()
         # Waves of the placement, and a matrix for neighbouring packs of one dim.
         self.plan = PackPlan.build(self.tables, self.device)
-        self._bag_orders = lru_cache(maxsize=1)(bag_order)
+        self._bag_order = lru_cache(maxsize=1)(partial(bag_order, self.plan, device=self.device))
         """The permutation of bags, kept for batches of the same sizes."""
 
     def read(
@@ -92,7 +92,8 @@ class RowRoute(Route):
             # Weights are those of all features of the batch.
             end = first_lookup + num_lookups
             source_N = torch.arange(first_lookup, end, device=packed_N.device)
-        bags = reorder_bags(packed_N, features.lengths(), self.bag_order(sizes_K), source_N)
+        order_S = self._bag_order(tuple(sizes_K))
+        bags = reorder_bags(packed_N, features.lengths(), order_S, source_N)
         rows = unique_rows(bags.ids_N)
         lookups_J = count_lookups(bags.offsets_S1, cut.bags_by_run)
         micro_batch_N = chunk_U = None
@@ -118,15 +119,6 @@ class RowRoute(Route):
             located=located,
             micro_batch_N=micro_batch_N,
         )
-
-    def bag_order(self, sizes_K: Sequence[int | None]) -> Tensor | None:
-        """Returns the permutation of bags to matrix-major order; ``None`` = bags keep theirs."""
-        sizes = tuple(size for size in sizes_K if size is not None)
-        if not sizes or (not self.plan.has_pooling and len(sizes) == 1):
-            return None
-        if not any(self.plan.is_sequence_M):
-            sizes = (sum(sizes),)  # the order of pooled bags does not depend on the split
-        return self._bag_orders(self.plan.features_M, self.plan.is_sequence_M, sizes, self.device)
 
 
 @dataclass(kw_only=True)
@@ -164,7 +156,8 @@ class _Request(RouteRequest):
                 storage=storage,
                 hot_slots=slots - start if start else slots,
                 touched_t=touched_t,
-                cold_n=cold_n,
+                cold_n=cold_n.to(dtype),
+                incoming_n=cold_n.new_empty(int(incoming_KW.sum()), dtype=dtype),
                 outgoing=ExchangeSplits(outgoing_KW.tolist()),
                 incoming=ExchangeSplits(incoming_KW.tolist()),
             )
@@ -178,11 +171,24 @@ class _Request(RouteRequest):
                 incoming_PKW,
             )
         ]
-        return [payload for pack in self._packs for payload in pack.ids(dtype)]
+        return [
+            payload
+            for pack in self._packs
+            for payload in _by_chunk(pack.cold_n, pack.outgoing, pack.incoming_n, pack.incoming)
+        ]
 
     def dirty_mask(self, before: _Request) -> list[Payload]:
-        pairs = zip(self._packs, before._packs)
-        return [payload for pack, earlier in pairs for payload in pack.dirty_mask(earlier)]
+        payloads: list[Payload] = []
+        for pack, earlier in zip(self._packs, before._packs):
+            # One uint8 per incoming row: whether the batch before requested the same row. The mask
+            # travels back along the ids: incoming counts are sent, outgoing ones received.
+            found_n = pack.storage.which_are_among(pack.incoming_n, earlier.incoming_n)
+            pack.dirty_incoming_n = found_n.to(torch.uint8)
+            pack.dirty_outgoing_n = found_n.new_empty(pack.outgoing.num_rows, dtype=torch.uint8)
+            payloads += _by_chunk(
+                pack.dirty_incoming_n, pack.incoming, pack.dirty_outgoing_n, pack.outgoing
+            )
+        return payloads
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
         plan = self.route.plan
@@ -224,32 +230,18 @@ class _PackRequest:
     touched_t: Tensor
     """Hot slots that any rank's batch uses."""
     cold_n: Tensor
-    """Home rows that this rank requests, int64."""
+    """Home rows that this rank requests, in the wire's integer type."""
+    incoming_n: Tensor
+    """Home rows that ranks request here; filled once the ids have arrived."""
     outgoing: ExchangeSplits
     incoming: ExchangeSplits
-    incoming_rows: Tensor = field(init=False)
-    """Home rows that ranks request here."""
-    dirty: tuple[Tensor | None, Tensor | None] = None, None
-    """Whether outgoing and incoming rows are dirty, uint8; ``None`` = all are."""
-
-    def ids(self, dtype: torch.dtype) -> Iterator[Payload]:
-        self.incoming_rows = self.cold_n.new_empty(self.incoming.num_rows, dtype=dtype)
-        return _by_chunk(self.cold_n.to(dtype), self.outgoing, self.incoming_rows, self.incoming)
-
-    def dirty_mask(self, before: _PackRequest) -> Iterator[Payload]:
-        # One uint8 per incoming row: whether the batch before requested the same row. The mask
-        # travels back along the ids: incoming counts are sent, outgoing ones received.
-        found = self.storage.which_are_among(self.incoming_rows, before.incoming_rows)
-        incoming_n = found.to(torch.uint8)
-        outgoing_n = incoming_n.new_empty(self.outgoing.num_rows)
-        self.dirty = outgoing_n, incoming_n
-        return _by_chunk(incoming_n, self.incoming, outgoing_n, self.outgoing)
+    dirty_outgoing_n: Tensor | None = None
+    """Whether outgoing rows are dirty, uint8; ``None`` = all are."""
+    dirty_incoming_n: Tensor | None = None
 
     def lay_out(self, matrix: int, start: int) -> PackLayout:
-        outgoing_by_fetch, incoming_by_fetch = (
-            find_fetch_order(exchanges.counts_EW, None if dirty_n is None else dirty_n.bool())
-            for exchanges, dirty_n in zip((self.outgoing, self.incoming), self.dirty)
-        )
+        outgoing_by_fetch = find_fetch_order(self.outgoing.counts_EW, self.dirty_outgoing_n)
+        incoming_by_fetch = find_fetch_order(self.incoming.counts_EW, self.dirty_incoming_n)
         return PackLayout(
             matrix=matrix,
             start=start,
@@ -258,7 +250,11 @@ class _PackRequest:
             outgoing=self.outgoing,
             outgoing_by_fetch=outgoing_by_fetch,
             incoming=self.incoming,
-            requests=_IncomingRows.build(self.incoming_rows, incoming_by_fetch),
+            requests=_IncomingRows(
+                home_rows_n=self.incoming_n,
+                by_fetch=incoming_by_fetch,
+                rows_by_fetch_n=incoming_by_fetch.arrange(self.incoming_n),
+            ),
         )
 
 
@@ -272,15 +268,10 @@ class _IncomingRows(IncomingRequests):
     """Home rows in fetch order."""
 
     @staticmethod
-    def build(rows_n: Tensor, by_fetch: FetchOrder) -> _IncomingRows:
-        return _IncomingRows(
-            home_rows_n=rows_n, by_fetch=by_fetch, rows_by_fetch_n=by_fetch.arrange(rows_n)
-        )
-
-    @staticmethod
     def joined(batches: Sequence[_IncomingRows]) -> _IncomingRows:
         rows_n = torch.cat([incoming.home_rows_n for incoming in batches])
-        return _IncomingRows.build(rows_n, FetchOrder([[rows_n.numel()]], None))
+        by_fetch = FetchOrder([[rows_n.numel()]], order_n=None)
+        return _IncomingRows(home_rows_n=rows_n, by_fetch=by_fetch, rows_by_fetch_n=rows_n)
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
         return storage.gather(self.rows_by_fetch_n[self.by_fetch.rows(exchange)])

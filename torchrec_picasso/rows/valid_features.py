@@ -20,6 +20,7 @@ from itertools import accumulate
 from operator import or_
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -97,7 +98,8 @@ def length_error(features: KeyedJaggedTensor) -> str | None:
     whose = f"the KeyedJaggedTensor of features {', '.join(features.keys())} has"
     if lengths_S.numel() != num_bags:
         return f"{whose} {lengths_S.numel()} lengths, expected {num_bags}, one for each bag"
-    total = int(lengths_S.sum())
+    lengths = lengths_S.cpu().numpy()  # few operators: this runs for every batch
+    total = int(lengths.sum(dtype=np.int64))
     if total != num_values or (weights_N is not None and weights_N.numel() != num_values):
         weights = "" if weights_N is None else f" and {weights_N.numel()} per-sample weights"
         return (
@@ -107,7 +109,7 @@ def length_error(features: KeyedJaggedTensor) -> str | None:
     if not num_bags:
         return None
     # A negative length can be compensated by a larger one, so the sum is no proof.
-    lowest, highest = map(int, lengths_S.aminmax())
+    lowest, highest = int(lengths.min()), int(lengths.max())
     if lowest < 0 or highest > num_values:  # the sum may have overflowed
         wrong = lowest if lowest < 0 else highest
         return f"{whose} a length of {wrong}; expected 0 to {num_values}, the number of its values"

@@ -81,6 +81,8 @@ class HotHomes:
 
     def touched(self, slots_t: Tensor) -> TouchedHot:
         """Finds which slots, int64, have their home rank here; a host sync on an accelerator."""
+        if not self.num_hot_rows:
+            return TouchedHot(slots_t, slots_t, slots_t)
         row_t = self.own_row_H[slots_t]
         is_own_t = row_t >= 0
         return TouchedHot(

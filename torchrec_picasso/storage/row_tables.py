@@ -243,9 +243,11 @@ class RowTables(nn.Module):
         else:
             num_hot, in_two, weights = slots_t.numel(), self.layout.in_two_tables, None
             num_home = len(grads_mD) - num_hot
-            # In one table the replicas follow the home rows.
-            slots_t = slots_t if in_two else slots_t + self.layout.num_home_rows
-            indices = torch.cat([rows_n.to(torch.int64), slots_t])
+            indices = rows_n.to(torch.int64)
+            if num_hot:
+                # In one table the replicas follow the home rows.
+                slots_t = slots_t if in_two else slots_t + self.layout.num_home_rows
+                indices = torch.cat([indices, slots_t])
             offsets = self._two_offsets(num_home, num_hot) if in_two else self._count(len(indices))
             grads_mD = _side_by_side(grads_mD, num_home) if in_two else grads_mD
         with torch.enable_grad():

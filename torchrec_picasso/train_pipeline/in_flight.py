@@ -34,7 +34,7 @@ from torchrec_picasso.train_pipeline.cuts import Cuts
 from torchrec_picasso.train_pipeline.data_parallel import counts_gradients
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
-from torchrec_picasso.train_pipeline.model_parts import process_group_of
+from torchrec_picasso.train_pipeline.model_parts import has_stock_means, process_group_of
 from torchrec_picasso.train_pipeline.operations import Operations
 from torchrec_picasso.train_pipeline.options import PipelineOptions
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
@@ -86,7 +86,7 @@ class InFlight:
     def work_with(self, operations: Operations) -> None:
         """Sets what runs the operations of schedules, and the model that they run."""
         self._operations, taken = operations, operations.taken
-        self._feed.asks_ahead = taken.has_stock_means or not taken.groups
+        self._feed.asks_ahead = has_stock_means(taken.plain.values()) or not taken.groups
         self._num_waves = taken.num_waves
         # a ratio needs the sums over all micro-batches before the first backward, as rows do
         self._shares_rows = self._options.loss_reduction == "ratio" or taken.shares_rows

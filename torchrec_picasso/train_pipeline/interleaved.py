@@ -237,7 +237,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         )
         with naming_ranks, self._watch.measuring(), explained_tracing():
             if self._stock is not None:
-                output: Out = super().progress(self._stock.batches(dataloader_iter))
+                output: Out = super().progress(self._stock.batches(dataloader_iter, self))
                 num_samples, groups = self._stock.num_samples, list[GroupBatch]()
             else:
                 inflight = self._take_step(dataloader_iter)

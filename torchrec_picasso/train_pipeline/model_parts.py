@@ -14,7 +14,7 @@ Shape letter: N lookups.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -140,6 +140,15 @@ def unpipelined_modules(
         for name, module in outside_of_sharded(model)
         if isinstance(module, ShardedModule) and id(module) not in known
     }
+
+
+def has_stock_means(modules: Iterable[nn.Module]) -> bool:
+    """Whether TorchRec divides any outputs after the exchange, which fails without samples."""
+    return any(
+        getattr(inner, "_has_mean_pooling_callback", False)
+        for module in modules
+        for inner in module.modules()
+    )
 
 
 def as_scheduled(module: ShardedModule) -> ScheduledModule | None:

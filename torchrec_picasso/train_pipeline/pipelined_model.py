@@ -147,15 +147,6 @@ class PipelinedModel:
                     return placed.cache_params.num_micro_batches
         return None
 
-    @property
-    def has_stock_means(self) -> bool:
-        """Whether TorchRec divides outputs after the exchange, which fails without samples."""
-        return any(
-            getattr(inner, "_has_mean_pooling_callback", False)
-            for module in self.plain.values()
-            for inner in module.modules()
-        )
-
     def read(
         self, batch: Any, context: TrainPipelineContext
     ) -> tuple[Mapping[str, KeyedJaggedTensor], int]:

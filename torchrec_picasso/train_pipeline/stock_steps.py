@@ -3,22 +3,35 @@
 Nothing of such a model can be interleaved, so its step is TorchRec's, operator by operator. Around
 it remain what users of the pipeline rely on: ranks may have different numbers of batches, losses
 may be a ratio, and steps are reported.
+
+The input dist of TorchRec's tables tells every rank the batch size of all ranks, so the end of all
+data costs nothing: only a batch that may have no samples anywhere makes ranks ask each other.
+
+Shape letter: W ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from torchrec_picasso._torchrec import TrainPipelineContext
+from torchrec_picasso.batches.feed import find_data
 from torchrec_picasso.batches.split import count_samples
 from torchrec_picasso.batches.until_all_end import UntilAllEnd
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.data_parallel import no_gradients, note_reduction
 from torchrec_picasso.train_pipeline.losses import Losses
-from torchrec_picasso.train_pipeline.model_parts import inner_model, process_group_of
+from torchrec_picasso.train_pipeline.model_parts import (
+    has_stock_means,
+    inner_model,
+    process_group_of,
+)
 from torchrec_picasso.train_pipeline.options import PipelineOptions
 
 
@@ -37,6 +50,8 @@ class StockSteps:
         self._device, self._execute_all_batches = device, execute_all_batches
         self._losses = Losses(options.loss_reduction)
         self._batches: UntilAllEnd | None = None
+        self._are_data: deque[bool] = deque()
+        """Whether each batch in flight is this rank's data, or an empty one after its end."""
         self.num_samples = 0
         """Samples of the last batch, for reports; 0 if they cannot be counted."""
 
@@ -49,9 +64,15 @@ class StockSteps:
             return None
         return cls(model, *arguments)
 
-    def batches(self, batches: Iterator[Any]) -> UntilAllEnd:
-        """Returns the batches with empty ones after them; the same object for the same iterator."""
+    def batches(
+        self, batches: Iterator[Any], pipeline: TrainPipelineSparseDist[Any, Any]
+    ) -> UntilAllEnd:
+        """Returns the batches with empty ones after them; the same object for the same iterator.
+
+        Drops the next batch in flight if it is no rank's data. Collective.
+        """
         before = self._batches
+        has_dropped = self._drop_empty(pipeline)
         if before is None or before.batches is not batches:
             self._batches = UntilAllEnd(
                 batches,
@@ -59,29 +80,72 @@ class StockSteps:
                 self._device,
                 self._options.split,
                 self._execute_all_batches,
+                # TorchRec has no means of no samples
+                asks_ahead=has_stock_means([self._model]),
+                are_data=self._are_data,
                 kept=None if before is None else before.kept,
             )
         assert self._batches is not None
+        if has_dropped and pipeline.batches:
+            pipeline.enqueue_batch(self._batches)  # a step begins with two batches
         return self._batches
+
+    def _drop_empty(self, pipeline: TrainPipelineSparseDist[Any, Any]) -> bool:
+        """Drops the first batches in flight if they are no rank's data. Collective."""
+        while len(self._are_data) > len(pipeline.batches):
+            self._are_data.popleft()
+        has_dropped = False
+        while pipeline.batches and self._is_over(pipeline.contexts[0]):
+            has_dropped = True
+            for request in pipeline.contexts[0].input_dist_tensors_requests.values():
+                request.wait()
+            pipeline.dequeue_batch()
+            self._are_data.popleft()
+            if pipeline.batches:  # another empty one, or the first of another iterator
+                pipeline.start_sparse_data_dist(pipeline.batches[0], pipeline.contexts[0])
+                pipeline.wait_sparse_data_dist(pipeline.contexts[0])
+            elif self._batches is not None:
+                self._batches.have_all_ended = True
+        return has_dropped
+
+    def _is_over(self, context: TrainPipelineContext) -> bool:
+        """Whether the next batch in flight is no rank's data. Collective."""
+        if self._batches is None or self._batches.asks_ahead:
+            return False
+        sizes_W = _batch_sizes(context)
+        if len(sizes_W) == process_group_of(self._model).size() and any(sizes_W):
+            return False
+        source, _ = find_data(process_group_of(self._model), self._device, self._are_data[0])
+        return source is None
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
         """Runs the model; the losses of an empty batch, which only fills up, count nothing."""
         losses, output = self._forward(batch)
-        may_fill_up = self._batches is not None and self._batches.has_ended
-        num_samples = None
-        if may_fill_up or self._options.on_step is not None:
-            num_samples = count_samples(batch)
-            self.num_samples = num_samples or 0
+        if self._options.on_step is not None:
+            self.num_samples = count_samples(batch) or 0
         if not self._model.training:
             return losses, output
         note_reduction(self._model)
         losses = self._losses.checked(losses)
-        # a batch whose samples cannot be counted was not cut to none: it is this rank's data
-        if num_samples != 0 or not may_fill_up:
+        if self._are_data[0]:
             return self._losses.whole(losses), output
         loss = self._losses.stand_in(losses)
         return (loss * 0.0 if loss.requires_grad else no_gradients(self._model)), output
 
     def forget(self) -> None:
-        """Drops a batch that was kept."""
+        """Drops a batch that was kept, and what is known of those in flight."""
         self._batches = None
+        self._are_data.clear()
+
+
+def _batch_sizes(context: TrainPipelineContext) -> Sequence[int]:
+    """Returns the batch sizes ``(W,)`` of a batch that its input dist knows, equal on all ranks.
+
+    None are known of tables that each rank stores, and of features with own batch sizes.
+    """
+    for request in context.input_dist_tensors_requests.values():
+        for awaitable in getattr(request, "awaitables", ()):
+            sizes_W: Sequence[int] | None = getattr(awaitable, "_stride_per_rank", None)
+            if sizes_W is not None:
+                return sizes_W
+    return ()
