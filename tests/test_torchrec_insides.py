@@ -102,6 +102,7 @@ FOREIGN: dict[str, set[str]] = {
         *("_backward_hooks", "_base", "_is_view", "_post_accumulate_grad_hooks", "_version")
     },
     "torch._ops.OpOverload": {"_schema"},
+    "torch.ops.aten": {"_embedding_bag_per_sample_weights_backward"},
     "torch.autograd.Variable": {"_execution_engine"},
     "torch.autograd.profiler": {"_is_profiler_enabled"},
     "torch.distributed.ProcessGroup": {"_get_backend"},
@@ -321,7 +322,8 @@ def test_their_objects_still_have_what_is_used(owner: str) -> None:
         defined |= set(vars(_an_operator()))
     for name in sorted(FOREIGN[owner]):
         places = _in_the_package(foreign_uses(frozenset({name})), name)
-        assert name in defined, f"{owner} has no {name} any more; used in {places}"
+        is_there = name in defined or hasattr(found, name)  # operators are found when asked for
+        assert is_there, f"{owner} has no {name} any more; used in {places}"
 
 
 def _an_operator() -> Any:
