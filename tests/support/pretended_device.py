@@ -80,7 +80,7 @@ def on_device(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         moved = [on_device(item) for item in value]
         return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
-    if value == CPU:
+    if isinstance(value, torch.device):
         return DEVICE
     if type(value).__module__.startswith("torchrec_picasso"):
         for name, member in vars(value).items():

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrec_picasso.ops.ids import run_of
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import LocatedRows, UniqueRows, stable_order
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
@@ -198,7 +199,9 @@ def micro_batch_of_lookup(
     ``counts_J`` is a result of :func:`count_lookups`, ``micro_batch_J`` that of each run.
     """
     numbers = torch.tensor(micro_batch_J, dtype=torch.int64).to(counts_J.device, non_blocking=True)
-    return torch.repeat_interleave(numbers, counts_J, output_size=num_lookups)
+    if counts_J.device.type == "cpu":
+        return torch.repeat_interleave(numbers, counts_J, output_size=num_lookups)
+    return numbers.index_select(0, run_of(counts_J.cumsum(0), num_lookups))
 
 
 def cut_pooling(
