@@ -92,7 +92,7 @@ FOREIGN: dict[str, set[str]] = {
     "torchrec.distributed.dist_data.KJTAllToAllTensorsAwaitable": {"_stride_per_rank"},
     "torchrec.distributed.sharding.tw_sharding.TwSparseFeaturesDist": {"_dist"},
     "torchrec.modules.regroup.KTRegroupAsDict": {"_groups", "_keys"},
-    "torch": {"_C", "_foreach_copy_"},
+    "torch": {"_C", "_foreach_copy_", "_foreach_sub"},
     "torch._C": {"_autograd", "_current_graph_task_id", "_disabled_torch_function_impl"},
     "torch._C._autograd": {"_top_saved_tensors_default_hooks"},
     "torch.nn.utils.parametrize": {"_cache_enabled"},

@@ -34,11 +34,11 @@ from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.storage.row_tables import RowTables
 
 MOST = {
-    (2, 1, 1): (196, 3),
-    (2, 1, 4): (258, 5),
-    (8, 4, 1): (400, 3),
-    (8, 4, 4): (576, 5),
-    (64, 4, 1): (398, 3),
+    (2, 1, 1): (195, 3),
+    (2, 1, 4): (250, 4),
+    (8, 4, 1): (379, 3),
+    (8, 4, 4): (491, 4),
+    (64, 4, 1): (377, 3),
 }
 """Launches and host syncs of a step by (ranks, packs, micro-batches); the dense part has none."""
 ALL_KINDS = [

@@ -34,7 +34,7 @@ _TESTS = str(Path(__file__).parents[1])
 _FREE = ("empty", "view", "detach", "alias", "lift", "split", "_reshape_alias", "record_stream")
 _KERNELS = {
     **dict.fromkeys(("sort", "argsort", "permute_1D_sparse_data", "unique_dim", "_unique2"), 6),
-    **dict.fromkeys(("nonzero", "masked_select", "masked_scatter_"), 4),
+    **dict.fromkeys(("nonzero", "nonzero_static", "masked_select", "masked_scatter_"), 4),
     **dict.fromkeys(("cumsum", "cumsum_", "cummax", "asynchronous_complete_cumsum"), 2),
 }
 """Kernels of an operator, where it is not one (of ``aten`` and FBGEMM on CUDA, read)."""

@@ -302,13 +302,12 @@ def find_fetch_orders(
     # The segments of clean rows by run, then those of dirty rows.
     segment_n = on_device[by_run.size :].index_select(0, run_n.add_(dirty_n, alpha=by_run.size))
     order_n, found = _sort_by_segment(segment_n, segments.size)
-    orders, start = [], 0
-    for counts_EW in found.view(num_lists, -1, world_size).tolist():
-        end = start + sum(map(sum, counts_EW))
-        order = order_n[start:end]
-        orders.append(FetchOrder(counts_EW, order - start if start else order))
-        start = end
-    return orders
+    by_list = found.view(num_lists, -1, world_size).tolist()
+    sizes = [sum(map(sum, counts_EW)) for counts_EW in by_list]
+    orders = list(order_n.split(sizes))
+    if num_lists > 1:  # each from 0
+        orders[1:] = torch._foreach_sub(orders[1:], [*accumulate(sizes)][:-1])
+    return [FetchOrder(counts_EW, order) for counts_EW, order in zip(by_list, orders)]
 
 
 def fetch_positions(located: LocatedRows, packs: Sequence[tuple[Tensor, FetchOrder]]) -> Tensor:

@@ -11,7 +11,7 @@ Shape letters: F features, K micro-batches and chunks, J runs of bags, M matrice
 N lookups, U unique rows, W ranks.
 
 Host syncs per batch on CUDA: the number of unique rows; with lookahead one for the fetch orders;
-two more for several micro-batches.
+one more for several micro-batches.
 """
 
 from __future__ import annotations
