@@ -95,7 +95,7 @@ FOREIGN: dict[str, set[str]] = {
     "torchrec.distributed.dist_data.KJTAllToAllTensorsAwaitable": {"_stride_per_rank"},
     "torchrec.distributed.sharding.tw_sharding.TwSparseFeaturesDist": {"_dist"},
     "torchrec.modules.regroup.KTRegroupAsDict": {"_groups", "_keys"},
-    "torch": {"_C", "_foreach_copy_"},
+    "torch": {"_C", "_foreach_copy_", "_foreach_sub"},
     "torch._C": {"_autograd", "_current_graph_task_id", "_disabled_torch_function_impl"},
     "torch._C._autograd": {"_top_saved_tensors_default_hooks"},
     "torch.nn.utils.parametrize": {"_cache_enabled"},
@@ -105,6 +105,7 @@ FOREIGN: dict[str, set[str]] = {
         *("_backward_hooks", "_base", "_is_view", "_post_accumulate_grad_hooks", "_version")
     },
     "torch._ops.OpOverload": {"_schema"},
+    "torch.ops.aten": {"_embedding_bag_per_sample_weights_backward"},
     "torch.autograd.Variable": {"_execution_engine"},
     "torch.autograd.profiler": {"_is_profiler_enabled"},
     "torch.distributed.ProcessGroup": {"_get_backend"},
@@ -324,7 +325,8 @@ def test_their_objects_still_have_what_is_used(owner: str) -> None:
         defined |= set(vars(_an_operator()))
     for name in sorted(FOREIGN[owner]):
         places = _in_the_package(foreign_uses(frozenset({name})), name)
-        assert name in defined, f"{owner} has no {name} any more; used in {places}"
+        is_there = name in defined or hasattr(found, name)  # operators are found when asked for
+        assert is_there, f"{owner} has no {name} any more; used in {places}"
 
 
 def _an_operator() -> Any:

@@ -11,8 +11,8 @@ Parts, each in a process of its own; one that fails says so, and the others stil
   per step by CUDA events in alternating blocks, and host syncs per step;
 - uvm: tables in host memory, hot rows in device memory against TorchRec's cache of as many rows.
 
-Exit code 0, also where the machine lacks something, which is named; 1 if a part failed or found a
-problem; 2 for bad options.
+Exit code 0, also where the machine lacks something, which is named, unless ``--require`` is given;
+1 if a part failed or found a problem; 2 for bad options.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = missing_piece()
     if missing is not None:
         print(f"skipped: {missing}")
-        return 0
+        return int(args.require)
     settings = GpuSettings(repeats=args.repeats, rounds=args.rounds)
     return run_parts(settings, args.parts.split(","), args.out)
 
@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("benchmarks.gpu", __doc__)
     add = parser.add_argument
     add("-o", "--out", metavar="FILE", help="JSON to write")
+    add("--require", action="store_true", help="exit with 1 where nothing can be run")
     add("--parts", type=_parts, default=",".join(PARTS), metavar="A,B", help="parts to run")
     for name, default, least, what in (
         ("--repeats", usual.repeats, 1, "runs of each pipeline in part streams"),

@@ -206,7 +206,7 @@ def test_uvm_compares_with_a_cache_of_as_many_rows_and_knows_where_replicas_are(
         (True, True, "skipped: no CUDA kernels in this fbgemm_gpu"),
     ],
 )
-def test_what_is_missing_is_named_and_is_no_failure(
+def test_what_is_missing_is_named_and_no_failure_unless_it_is_required(
     has_cuda: bool,
     has_nccl: bool,
     expected: str,
@@ -218,6 +218,7 @@ def test_what_is_missing_is_named_and_is_no_failure(
     monkeypatch.setattr(requirements, "_has_cuda_kernel", lambda operator: False)
     assert main([]) == 0
     assert capsys.readouterr().out.startswith(expected)
+    assert main(["--require"]) == 1
 
 
 def test_the_parts_run_on_the_cpu_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 LEARNING_RATE = 0.5
 
 
-def _table(
+def table_of(
     name: str, pack: int, dim: int, blocks: Sequence[int], hot: Sequence[int], features: int = 1
 ) -> PackedTable:
     return PackedTable(
@@ -39,14 +39,14 @@ def _table(
 
 
 TABLES = {
-    1: [_table("a", 0, 4, [7], [1, 3]), _table("b", 1, 8, [5], [], 2)],
+    1: [table_of("a", 0, 4, [7], [1, 3]), table_of("b", 1, 8, [5], [], 2)],
     2: [
-        _table("a", 0, 4, [3, 4], [1, 5], 2),
-        _table("b", 0, 4, [2, 0], [0, 1]),
-        _table("c", 1, 4, [1, 5], [2]),
-        _table("d", 2, 8, [2, 2], []),
+        table_of("a", 0, 4, [3, 4], [1, 5], 2),
+        table_of("b", 0, 4, [2, 0], [0, 1]),
+        table_of("c", 1, 4, [1, 5], [2]),
+        table_of("d", 2, 8, [2, 2], []),
     ],
-    3: [_table("a", 0, 4, [3, 0, 4], [0, 6], 2), _table("b", 1, 8, [1, 1, 1], [1])],
+    3: [table_of("a", 0, 4, [3, 0, 4], [0, 6], 2), table_of("b", 1, 8, [1, 1, 1], [1])],
 }
 """By number of ranks: uneven and empty blocks, packs that share a matrix, a feature more."""
 

@@ -33,6 +33,7 @@ Case = tuple[type[IdStream], str, int, bool]
 JOBS = {
     "packs": Job(placement={"*": 2, "one_row": 1}, tables=ODD, batch_sizes=(6, 3), waves={"d": 1}),
     "weighted": Job(placement={"*": 0}, tables=PLAIN[:2], weighted=True),
+    "bags": Job(placement={"*": 2, "b": "bags", "c": "bags"}, tables=PLAIN, weighted=True),
     "one_without": Job(placement={"*": 2}, tables=PLAIN[:2]),
     "processors": Feature("two modules in one exchange", processors="by_feature", model=Two),
     "own_rows": Feature("each feature with rows of its own", weighted=True, change_batch=own_rows),
@@ -40,6 +41,7 @@ JOBS = {
 BATCHES = {
     "packs": (5, 3),
     "weighted": (5, 3),
+    "bags": (5, 3),
     "one_without": (5, 0),
     "processors": (4, 3),
     "own_rows": (4, 4),

@@ -119,6 +119,9 @@ class Ranks:
         the elements that a rank sends, equal on all ranks: by it they choose the same way. Costs
         one collective, or ``W - 1`` messages each way if that may be much and the backend is gloo.
         """
+        if self.size == 1:
+            output_m.copy_(input_n)
+            return _Nothing()
         note_sent((sum(send_W) - send_W[self.rank]) * input_n.element_size())
         pg, sizes = self.pg, (list(receive_W), list(send_W))
         by_gloo = input_n.device.type == "cpu" and _is_gloo(pg)
@@ -138,6 +141,8 @@ class Ranks:
 
         A ring sends ``2 (W - 1) / W`` of the values.
         """
+        if self.size == 1:
+            return _Nothing()
         note_all_reduce(values.nbytes, self.size)
         work: Pending = dist.all_reduce(values, group=self.pg, async_op=True)
         return work
@@ -147,6 +152,13 @@ class Ranks:
         gathered = [torch.empty_like(values) for _ in range(self.size)]
         dist.all_gather(gathered, values.contiguous(), group=self.pg)
         return torch.stack(gathered)
+
+
+class _Nothing:
+    """An exchange of one rank with itself, which is a copy."""
+
+    def wait(self) -> None:
+        pass
 
 
 class _Traffic:

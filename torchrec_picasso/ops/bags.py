@@ -25,13 +25,14 @@ lookups, S bags, U unique rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchrec_picasso.ops.ids import run_of
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import LocatedRows, UniqueRows, stable_order
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
@@ -198,7 +199,9 @@ def micro_batch_of_lookup(
     ``counts_J`` is a result of :func:`count_lookups`, ``micro_batch_J`` that of each run.
     """
     numbers = torch.tensor(micro_batch_J, dtype=torch.int64).to(counts_J.device, non_blocking=True)
-    return torch.repeat_interleave(numbers, counts_J, output_size=num_lookups)
+    if counts_J.device.type == "cpu":
+        return torch.repeat_interleave(numbers, counts_J, output_size=num_lookups)
+    return numbers.index_select(0, run_of(counts_J.cumsum(0), num_lookups))
 
 
 def cut_pooling(
@@ -228,8 +231,8 @@ def cut_pooling(
         The pooling by micro-batch and matrix.
 
     Cost:
-        O(N) for one micro-batch. For several one stable sort of N small integers, and two host
-        syncs on CUDA: for G, and for where each group begins.
+        O(N) for one micro-batch. For several one stable sort of N small integers, and a host sync
+        on CUDA for G.
     """
     offsets_S1 = bags.offsets_S1
     # Shape (N,), in bag order: the fetched row of each lookup, counted over all matrices.
@@ -253,37 +256,38 @@ def cut_pooling(
     group_at, grouped_at = _edges(groups_KM), _edges(lookups_KM)
     num_micro_batches, num_matrices = len(groups_KM), len(rows_M)
 
-    def pooling(k: int, matrix: int) -> PoolingIndex:
+    def pooling(k: int, matrix: int) -> tuple[dict[str, int], PoolingIndex]:
         index = matrix * num_micro_batches + k
         first_bag, end_bag = bag_at[index : index + 2]
         low, high = lookup_at[index : index + 2]
         index = k * num_matrices + matrix
         by_row = slice(*grouped_at[index : index + 2])
         groups = slice(*group_at[index : index + 2])
-        # All slices below count from the start of the batch; _shift makes them count from the start
-        # of the matrix (rows) or of the micro-batch (lookups, bags).
-        offsets_U1 = grouped.offsets_G1[groups.start : groups.stop + 1]
-        gradient_position_U = None
-        if grouped.gradient_position_G is not None:
-            gradient_position_U = _shift(grouped.gradient_position_G[groups], row_at[matrix])
-        lookups_by_row_N = _shift(grouped.lookups_N[by_row], low)
-        bag_offsets_S1, own_bags_by_row_N = None, lookups_by_row_N
-        if not cut.is_sequence_M[matrix]:
-            bag_offsets_S1 = _shift(offsets_S1[first_bag : end_bag + 1], low)
-            own_bags_by_row_N = _shift(bags_by_row_N[by_row], first_bag)
-        return PoolingIndex(
-            row_of_lookup_N=_shift(row_of_lookup_N[low:high], row_at[matrix]),
-            bag_offsets_S1=bag_offsets_S1,
-            bags_by_row_N=own_bags_by_row_N,
-            lookups_by_row_N=lookups_by_row_N,
-            row_offsets_U1=_shift(offsets_U1, by_row.start),
+        # All slices below count from the start of the batch; _shifted makes them count from the
+        # start of the matrix (rows) or of the micro-batch (lookups, bags).
+        is_sequence, position_G = cut.is_sequence_M[matrix], grouped.gradient_position_G
+        starts = {
+            "row_of_lookup_N": row_at[matrix],
+            "bag_offsets_S1": low,
+            "bags_by_row_N": 0 if is_sequence else first_bag,
+            "lookups_by_row_N": low,
+            "row_offsets_U1": by_row.start,
+            "gradient_position_U": row_at[matrix],
+        }
+        return starts, PoolingIndex(
+            row_of_lookup_N=row_of_lookup_N[low:high],
+            bag_offsets_S1=None if is_sequence else offsets_S1[first_bag : end_bag + 1],
+            bags_by_row_N=(grouped.lookups_N if is_sequence else bags_by_row_N)[by_row],
+            lookups_by_row_N=grouped.lookups_N[by_row],
+            row_offsets_U1=grouped.offsets_G1[groups.start : groups.stop + 1],
             mean_S=cut.mean_MK[matrix][k],
-            gradient_position_U=gradient_position_U,
+            gradient_position_U=None if position_G is None else position_G[groups],
             source_N=None if bags.source_N is None else bags.source_N[low:high],
         )
 
     return [
-        [pooling(k, matrix) for matrix in range(num_matrices)] for k in range(num_micro_batches)
+        _shifted([pooling(k, matrix) for matrix in range(num_matrices)])
+        for k in range(num_micro_batches)
     ]
 
 
@@ -326,9 +330,15 @@ def _group_by_micro_batch(
     is_start_N1 = torch.ones(row_N.numel() + 1, dtype=torch.bool, device=row_N.device)
     torch.ne(row_N[1:], row_N[:-1], out=is_start_N1[1:-1])
     is_start_N1.index_fill_(0, edges, True)
-    start_G = is_start_N1[:-1].nonzero().squeeze(1)
     # The only host copy: G_km = number of group starts between neighbouring edges.
-    groups_KM = torch.diff(torch.searchsorted(start_G, edges)).view(len(lookups_KM), -1).tolist()
+    if is_start_N1.device.type == "cpu":
+        start_G = is_start_N1[:-1].nonzero().squeeze(1)
+        first_KM = torch.searchsorted(start_G, edges)
+        groups_KM = torch.diff(first_KM).view(len(lookups_KM), -1).tolist()
+    else:
+        first_KM = is_start_N1.cumsum(0).index_select(0, edges)
+        groups_KM = torch.diff(first_KM).view(len(lookups_KM), -1).tolist()
+        start_G = torch.nonzero_static(is_start_N1[:-1], size=sum(map(sum, groups_KM))).squeeze(1)
     row_G = row_N.index_select(0, start_G)
     grouped = _Grouped(
         lookups_N,
@@ -343,8 +353,23 @@ def _edges(counts: Counts) -> list[int]:
     return [0, *accumulate(count for row in counts for count in row)]
 
 
-def _shift(values: Tensor, start: int) -> Tensor:
-    return values - start if start else values
+def _shifted(indexes: Sequence[tuple[dict[str, int], PoolingIndex]]) -> list[PoolingIndex]:
+    """Subtracts a start from each of the named tensors, all in one operator."""
+    wanted = [
+        (number, name, tensor, start)
+        for number, (starts, index) in enumerate(indexes)
+        for name, start in starts.items()
+        if start and (tensor := getattr(index, name)) is not None
+    ]
+    changes: list[dict[str, Tensor]] = [{} for _ in indexes]
+    if wanted:
+        numbers, names, tensors, starts = zip(*wanted)
+        for number, name, shifted in zip(numbers, names, torch._foreach_sub(tensors, starts)):
+            changes[number][name] = shifted
+    for (_, index), own in zip(indexes, changes):
+        if not index.has_pooling:  # every lookup is a bag
+            own["bags_by_row_N"] = own.get("lookups_by_row_N", index.lookups_by_row_N)
+    return [replace(index, **own) for (_, index), own in zip(indexes, changes)]
 
 
 def _flags(mean_F: Tensor, size: int | None, bags_F: Sequence[int]) -> Tensor:

@@ -191,20 +191,17 @@ class HotSlots:
         candidate_U = slot_U.clamp(max=self.num_rows - 1)
         return slot_U, self.ids_H.index_select(0, candidate_U) == ids_U
 
-    def touched(self, bits_WX: np.ndarray) -> list[Tensor]:
+    def touched(self, bits_WX: np.ndarray) -> list[np.ndarray]:
         """Finds the hot slots that any rank's batch uses, from its :func:`pack_bits` on the host.
 
-        Slots of each pack ascend, are counted from 0 in the pack, and are on the device.
+        Slots of each pack ascend, are counted from 0 in the pack, and are on the host.
         """
-        if not self.num_rows:
-            return [self.ids_H] * (len(self.start_P1) - 1)
         union_X = np.bitwise_or.reduce(bits_WX, axis=0)
         touched_t = np.unpackbits(union_X.view(np.uint8), bitorder="little").nonzero()[0]
         # touched_t ascends over all packs: find each pack's range, then count from 0 in the pack.
         edges_P1 = np.searchsorted(touched_t, self.start_P1).tolist()
         touched_t -= np.repeat(self.start_P1[:-1], np.diff(edges_P1))
-        on_device = torch.from_numpy(touched_t).to(self.ids_H.device, non_blocking=True)
-        return [on_device[first:end] for first, end in pairwise(edges_P1)]
+        return [touched_t[first:end] for first, end in pairwise(edges_P1)]
 
 
 def table_bases(tables: Sequence[PackedTable]) -> list[int]:
@@ -242,11 +239,19 @@ def shift_rows(
             np.add(shifted, rows, out=shifted, casting="unsafe")
             return torch.from_numpy(shifted), torch.zeros((), dtype=torch.int64)
     # Other devices, other types, or rows outside their table: expand (F,) to (N,) and mask.
-    num_lookups = rows_N.numel()
-    first_N = torch.repeat_interleave(first_F, counts_F, output_size=num_lookups)
-    limit_N = torch.repeat_interleave(limit_F, counts_F, output_size=num_lookups)
-    outside_N = (rows_N < 0) | (rows_N >= limit_N)
-    return first_N.add_(rows_N).masked_fill_(outside_N, 0).to(dtype), outside_N.sum()
+    feature_N = run_of(counts_F.cumsum(0), rows_N.numel())
+    outside_N = (rows_N < 0) | (rows_N >= limit_F.index_select(0, feature_N))
+    return first_F.index_select(0, feature_N).add_(rows_N).masked_fill_(outside_N, 0).to(
+        dtype
+    ), outside_N.sum()
+
+
+def run_of(end_J: Tensor, num: int) -> Tensor:
+    """Returns the run of each of ``num`` entries, int64, by the end of each run, ascending.
+
+    Few long runs: a GPU's ``repeat_interleave`` fills each of them with a single warp.
+    """
+    return torch.searchsorted(end_J, torch.arange(num, device=end_J.device), right=True)
 
 
 def pack_bits(mask_H: Tensor) -> Tensor:

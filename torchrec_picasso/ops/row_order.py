@@ -44,7 +44,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_picasso.ops.ids import HotSlots, IdSpace
+from torchrec_picasso.ops.ids import HotSlots, IdSpace, run_of
 
 _LEAST_RADIX = 1 << 15
 """torch sorts at least so many integers by radix, fewer by comparison."""
@@ -71,12 +71,13 @@ def stable_order(keys_n: Tensor, num_keys: int) -> Tensor:
     On the CPU this is an O(n) radix sort by numpy, which torch lacks for small integers: 0.1
     instead of 1.3 ms for 22,000 keys below 9.
     """
-    if keys_n.device.type == "cpu":
-        # numpy sorts 8-bit and 16-bit integers by radix, wider ones by comparison.
-        for limit, dtype in _RADIX_KEYS.items():
-            if num_keys <= limit:
-                keys = keys_n.to(dtype).numpy()
-                return torch.from_numpy(np.argsort(keys, kind="stable"))
+    # numpy sorts 8-bit and 16-bit integers by radix, wider ones by comparison; a GPU makes a pass
+    # over the keys for each of their bytes.
+    dtype = next((dtype for limit, dtype in _RADIX_KEYS.items() if num_keys <= limit), None)
+    if dtype is not None:
+        keys_n = keys_n.to(dtype)
+        if keys_n.device.type == "cpu":
+            return torch.from_numpy(np.argsort(keys_n.numpy(), kind="stable"))
     return torch.argsort(keys_n, stable=True)
 
 
@@ -266,25 +267,47 @@ class FetchOrder(ExchangeSplits):
         return values_n if self.order_n is None else values_n.index_select(0, self.order_n)
 
 
-def find_fetch_order(counts_KW: list[list[int]], dirty_n: Tensor | None) -> FetchOrder:
-    """Computes the fetch order of rows from a dirty mask in request order; ``None`` = all dirty.
+def all_dirty(counts_KW: list[list[int]]) -> FetchOrder:
+    """The fetch order of rows that are all dirty: their request order."""
+    return FetchOrder([[0] * len(counts_KW[0]), *counts_KW], order_n=None)
 
-    The mask is uint8, 0 or 1. Costs one stable sort of n small integers and a host sync on CUDA;
-    nothing without a mask.
+
+def find_fetch_orders(
+    counts: Sequence[list[list[int]]], dirty: Sequence[Tensor | None]
+) -> list[FetchOrder]:
+    """Computes the fetch orders of several lists of rows from dirty masks in request order.
+
+    ``counts`` are numbers of rows by list, chunk and rank. A mask is uint8, 0 or 1; ``None`` = all
+    dirty, then in every list. Costs one stable sort of small integers and a host sync on CUDA for
+    all lists; nothing without masks.
     """
-    num_chunks, world_size = len(counts_KW), len(counts_KW[0])
-    if dirty_n is None:
-        return FetchOrder([[0] * world_size, *counts_KW], order_n=None)
-    # pair_n, shape (n,): the number chunk * W + rank of each row in request order. output_size is
-    # known, so repeat_interleave does not sync the host.
-    requested = torch.tensor(counts_KW).view(-1).to(dirty_n.device, non_blocking=True)
-    pairs = torch.arange(requested.numel(), device=dirty_n.device)  # (chunk, rank)
-    pair_n = torch.repeat_interleave(pairs, requested, output_size=dirty_n.numel())
-    # segment_n, shape (n,): the number exchange * W + rank. A dirty row of chunk k belongs to
-    # exchange 1 + k. A clean row of any chunk belongs to exchange 0, hence "pair modulo W".
-    segment_n = torch.where(dirty_n.bool(), pair_n + world_size, pair_n % world_size)
-    order_n, counts = _sort_by_segment(segment_n, (1 + num_chunks) * world_size)
-    return FetchOrder(counts.view(-1, world_size).tolist(), order_n)
+    masks = [dirty_n for dirty_n in dirty if dirty_n is not None]
+    if not masks:
+        return [all_dirty(counts_KW) for counts_KW in counts]
+    dirty_n = masks[0] if len(masks) == 1 else torch.cat(masks)
+    # A run has the rows of one list, chunk and rank; its segment is (list, exchange, rank). A dirty
+    # row of chunk k belongs to exchange 1 + k, a clean row of any chunk to exchange 0.
+    by_run = np.array(counts)
+    num_lists, num_chunks, world_size = by_run.shape
+    segments = np.arange(num_lists * (1 + num_chunks) * world_size).reshape(
+        num_lists, -1, world_size
+    )
+    clean = np.broadcast_to(segments[:, :1], by_run.shape)
+    numbers = np.concatenate([by_run.cumsum(), clean.ravel(), segments[:, 1:].ravel()])
+    on_device = torch.from_numpy(numbers).to(dirty_n.device, non_blocking=True)
+    if dirty_n.device.type == "cpu":
+        run_n = torch.from_numpy(np.repeat(np.arange(by_run.size), by_run.ravel()))
+    else:
+        run_n = run_of(on_device[: by_run.size], dirty_n.numel())
+    # The segments of clean rows by run, then those of dirty rows.
+    segment_n = on_device[by_run.size :].index_select(0, run_n.add_(dirty_n, alpha=by_run.size))
+    order_n, found = _sort_by_segment(segment_n, segments.size)
+    by_list = found.view(num_lists, -1, world_size).tolist()
+    sizes = [sum(map(sum, counts_EW)) for counts_EW in by_list]
+    orders = list(order_n.split(sizes))
+    if num_lists > 1:  # each from 0
+        orders[1:] = torch._foreach_sub(orders[1:], [*accumulate(sizes)][:-1])
+    return [FetchOrder(counts_EW, order) for counts_EW, order in zip(by_list, orders)]
 
 
 def fetch_positions(located: LocatedRows, packs: Sequence[tuple[Tensor, FetchOrder]]) -> Tensor:

@@ -71,7 +71,7 @@ def mean_weights(
     An average divides by the number of lookups or, with per-sample weights, by their sum, as stock
     row-wise TorchRec does. (Stock table-wise TorchRec divides by the number there as well, on the
     CPU in forward only.) Weights are float32, of lookups in bag order, ``None`` = ones, as is the
-    result. ``offsets_S1`` may have any first value, ``None`` = sequences.
+    result. ``offsets_S1`` are the first lookup of each bag, and N, ``None`` = sequences.
     """
     if mean_S is None:
         return weights_N
@@ -80,9 +80,10 @@ def mean_weights(
     if weights_N is None:
         divisor_S = counts_S.float()
     else:
-        bag_N = bag_of_lookup(offsets_S1, num_lookups)
-        # detach: the divisor is a constant in the gradient of the weights.
-        sums_S = weights_N.new_zeros(counts_S.numel()).index_add_(0, bag_N, weights_N.detach())
+        # detach: the divisor is a constant in the gradient of the weights. unsafe: no check of the
+        # offsets, which would sync the host.
+        own_N = weights_N.detach()
+        sums_S = torch.segment_reduce(own_N, "sum", offsets=offsets_S1, initial=0, unsafe=True)
         divisor_S = sums_S + _MEAN_EPS
     scale_S = mean_scale(divisor_S, mean_S)
     # From one factor per bag, shape (S,), to one per lookup, shape (N,).
@@ -135,6 +136,13 @@ def gradient_of_weights(grad_SD: Tensor, rows_RD: Tensor, index: PoolingIndex) -
     The gradient of a weight is the dot product of the lookup's row and its bag's gradient.
     """
     assert index.bag_offsets_S1 is not None, "sequences have no weights"
+    if rows_RD.device.type != "cpu":
+        # A dot product per lookup, without the memory of the expansions below.
+        offsets_S1, rows_N = index.bag_offsets_S1, index.row_of_lookup_N
+        bag_N = bag_of_lookup(offsets_S1, index.num_lookups)
+        backward = torch.ops.aten._embedding_bag_per_sample_weights_backward
+        grad_N: Tensor = backward(grad_SD.contiguous(), rows_RD, rows_N, offsets_S1, bag_N, 0)
+        return grad_N
     counts_S = torch.diff(index.bag_offsets_S1)
     # Expand (S, D) to (N, D): each lookup gets its bag's gradient.
     grad_ND = torch.repeat_interleave(grad_SD, counts_S, 0, output_size=index.num_lookups)

@@ -14,7 +14,8 @@ Header words of a pair of ranks: K numbers of samples, and A numbers of lookups.
 Shape letters: A packs of bags, F features, K micro-batches, W ranks, S bags, N lookups, X words,
 D dim.
 
-Host syncs per batch on CUDA: one, for the lookups of each feature, and one per pack.
+Host syncs per batch on CUDA: one, for the lookups of each feature, and one per pack for several
+micro-batches.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
     FetchOrder,
+    all_dirty,
     dirty_exchange,
-    find_fetch_order,
 )
 from torchrec_picasso.ops.segment_reduction import mean_scale, mean_weights
+from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.placement import owner_pooled_waves
 from torchrec_picasso.rows.route import (
     IncomingRequests,
@@ -214,7 +216,7 @@ class _Request(RouteRequest):
             hot_slots=nothing,
             touched=TouchedHot(slots_t=nothing, own_slots_o=nothing, own_rows_o=nothing),
             outgoing=ExchangeSplits(bags_KW),
-            outgoing_by_fetch=find_fetch_order(bags_KW, None),
+            outgoing_by_fetch=all_dirty(bags_KW),
             # Gradients are sent by chunk: without the (empty) exchange of clean rows.
             incoming=ExchangeSplits(requests.by_fetch.counts_EW[dirty_exchange(0) :]),
             requests=requests,
@@ -230,7 +232,9 @@ class _Request(RouteRequest):
         ordered = reorder_bags(
             rows.to(torch.int64),
             lengths,
-            self.route.incoming_order(num_features, self._samples_WK, self.route.device),
+            keep_for_current_stream(
+                self.route.incoming_order(num_features, self._samples_WK, self.route.device)
+            ),
             torch.arange(rows.numel(), device=rows.device) if weight_bits else None,
         )
         weights_N = None
@@ -242,7 +246,7 @@ class _Request(RouteRequest):
         counts_KW = [
             [size * num_features for size in sizes_W] for sizes_W in zip(*self._samples_WK)
         ]
-        by_fetch = find_fetch_order(counts_KW, None)
+        by_fetch = all_dirty(counts_KW)
         mean_scale_S = None
         if mean_F is not None:
             # One flag per bag: the features of this home rank, repeated for each sample of all
@@ -252,15 +256,19 @@ class _Request(RouteRequest):
                 mean_scale_S = mean_scale(torch.diff(ordered.offsets_S1).float(), mean_S)
             else:
                 weights_N = mean_weights(weights_N, ordered.offsets_S1, mean_S, rows.numel())
-        # First bag of each exchange, shape (E + 1,). Nothing is fetched ahead: exchange 0 is empty.
-        edges = torch.tensor(by_fetch.edges).to(ordered.offsets_S1.device, non_blocking=True)
+        # Nothing is fetched ahead: exchange 0 is empty, and with one micro-batch exchange 1 is all.
+        lookups_E1 = [0, 0, rows.numel()]
+        if len(counts_KW) > 1:
+            # First bag of each exchange, shape (E + 1,).
+            edges = torch.tensor(by_fetch.edges).to(rows.device, non_blocking=True)
+            lookups_E1 = ordered.offsets_S1.index_select(0, edges).tolist()
         return _IncomingBags(
             home_rows_n=ordered.ids_N,
             offsets_S1=ordered.offsets_S1,
             weights_N=weights_N,
             mean_scale_S=mean_scale_S,
             by_fetch=by_fetch,
-            lookups_E1=ordered.offsets_S1.index_select(0, edges).tolist(),
+            lookups_E1=lookups_E1,
         )
 
 

@@ -10,8 +10,8 @@ Header words of a pair of ranks: P K counts of cold rows, and a bit per hot slot
 Shape letters: F features, K micro-batches and chunks, J runs of bags, M matrices, P packs,
 N lookups, U unique rows, W ranks.
 
-Host syncs per batch on CUDA: the number of unique rows; per pack the touched hot rows and, with
-lookahead, two fetch orders; two more for several micro-batches.
+Host syncs per batch on CUDA: the number of unique rows; with lookahead one for the fetch orders;
+one more for several micro-batches.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -43,7 +44,7 @@ from torchrec_picasso.ops.row_order import (
     LocatedRows,
     UniqueRows,
     fetch_positions,
-    find_fetch_order,
+    find_fetch_orders,
     first_use_chunks,
     locate_rows,
     unique_rows,
@@ -55,6 +56,7 @@ from torchrec_picasso.ops.segment_reduction import (
     mean_weights,
     pool_rows,
 )
+from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.route import (
     IncomingRequests,
     PackLayout,
@@ -92,7 +94,8 @@ class RowRoute(Route):
             # Weights are those of all features of the batch.
             end = first_lookup + num_lookups
             source_N = torch.arange(first_lookup, end, device=packed_N.device)
-        order_S = self._bag_order(tuple(sizes_K))
+        # Whichever stream looked up a batch of these sizes first made it.
+        order_S = keep_for_current_stream(self._bag_order(tuple(sizes_K)))
         bags = reorder_bags(packed_N, features.lengths(), order_S, source_N)
         rows = unique_rows(bags.ids_N)
         lookups_J = count_lookups(bags.offsets_S1, cut.bags_by_run)
@@ -191,13 +194,15 @@ class _Request(RouteRequest):
         return payloads
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
-        plan = self.route.plan
+        plan, sides = self.route.plan, [side for pack in self._packs for side in pack.sides]
+        counts, dirty = zip(*((rows.counts_EW, dirty_n) for rows, dirty_n in sides))
+        orders = iter(find_fetch_orders(counts, dirty))
         packs: list[PackLayout] = []
         rows_M: list[int] = []
         for matrix, own in enumerate(plan.matrices, first_matrix):
             start = 0  # packs of one matrix follow each other
             for pack in self._packs[own]:
-                packs.append(pack.lay_out(matrix, start))
+                packs.append(pack.lay_out(matrix, start, next(orders), next(orders)))
                 start += packs[-1].num_rows
             rows_M.append(start)
         # Lookups are summed over the runs of a micro-batch: cut_pooling sees whole micro-batches.
@@ -227,7 +232,7 @@ class _PackRequest:
 
     storage: RowStorage
     hot_slots: Tensor
-    touched_t: Tensor
+    touched_t: np.ndarray
     """Hot slots that any rank's batch uses."""
     cold_n: Tensor
     """Home rows that this rank requests, in the wire's integer type."""
@@ -239,9 +244,14 @@ class _PackRequest:
     """Whether outgoing rows are dirty, uint8; ``None`` = all are."""
     dirty_incoming_n: Tensor | None = None
 
-    def lay_out(self, matrix: int, start: int) -> PackLayout:
-        outgoing_by_fetch = find_fetch_order(self.outgoing.counts_EW, self.dirty_outgoing_n)
-        incoming_by_fetch = find_fetch_order(self.incoming.counts_EW, self.dirty_incoming_n)
+    @property
+    def sides(self) -> list[tuple[ExchangeSplits, Tensor | None]]:
+        """Outgoing and incoming rows, and whether they are dirty."""
+        return [(self.outgoing, self.dirty_outgoing_n), (self.incoming, self.dirty_incoming_n)]
+
+    def lay_out(
+        self, matrix: int, start: int, outgoing_by_fetch: FetchOrder, incoming_by_fetch: FetchOrder
+    ) -> PackLayout:
         return PackLayout(
             matrix=matrix,
             start=start,

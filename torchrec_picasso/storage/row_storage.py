@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
@@ -60,6 +61,8 @@ class HotHomes:
     """Home rank of each slot, int64, shape ``(H_p,)``."""
     own_row_H: Tensor
     """Home row of each slot on this rank, -1 if another rank is its home rank, int64."""
+    own_row_on_host_H: np.ndarray
+    """A copy, so that no step asks the device for it."""
 
     @property
     def num_hot_rows(self) -> int:
@@ -75,19 +78,22 @@ class HotHomes:
         block_H, row_H = space.find_blocks(hot.ids_H)
         rank_H = space.block_rank_TW[block_H]
         own_row_H = torch.where(rank_H == rank, row_H, -1)
+        on_host_H = own_row_H.cpu().numpy()
         # Hot slots of a pack are consecutive.
         packs = [slice(start, end) for start, end in pairwise(hot.start_P1)]
-        return [HotHomes(rank_H[pack], own_row_H[pack]) for pack in packs]
+        return [HotHomes(rank_H[pack], own_row_H[pack], on_host_H[pack]) for pack in packs]
 
-    def touched(self, slots_t: Tensor) -> TouchedHot:
-        """Finds which slots, int64, have their home rank here; a host sync on an accelerator."""
+    def touched(self, slots_t: np.ndarray) -> TouchedHot:
+        """Finds which slots, int64 on the host, have their home rank here; one copy to the device
+        and no host sync."""
         if not self.num_hot_rows:
-            return TouchedHot(slots_t, slots_t, slots_t)
-        row_t = self.own_row_H[slots_t]
-        is_own_t = row_t >= 0
-        return TouchedHot(
-            slots_t=slots_t, own_slots_o=slots_t[is_own_t], own_rows_o=row_t[is_own_t]
-        )
+            return TouchedHot(self.own_row_H, self.own_row_H, self.own_row_H)
+        row_t = self.own_row_on_host_H[slots_t]
+        own_t = np.flatnonzero(row_t >= 0)
+        pieces = slots_t, slots_t[own_t], row_t[own_t]
+        joined = torch.from_numpy(np.concatenate(pieces))
+        on_device = joined.to(self.own_row_H.device, non_blocking=True)
+        return TouchedHot(*on_device.split(list(map(len, pieces))))
 
     def broadcast(
         self, homes: Tensor, replicas: Tensor, ranks: Ranks, slots_s: Tensor | None = None

@@ -1,0 +1,260 @@
+"""The whole path of rows on a device that is not there: what it launches and waits for.
+
+Only rank 0 has the device; ``python -m tests.rows.test_pretended_device`` prints the lines that its
+launches come from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+
+from tests.rows.worlds import World, fill_replicas, make_world, table_of, whole_tables
+from tests.support.fake_ranks import FakeRanks
+from tests.support.pretended_device import (
+    DEVICE,
+    UPDATE,
+    PretendedDevice,
+    in_place_of_the_device,
+    on_device,
+    on_host,
+)
+from torchrec_picasso.ops import segment_reduction
+from torchrec_picasso.ops.bags import bag_order
+from torchrec_picasso.rows import row_route
+from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
+from torchrec_picasso.rows.batch_rows import BatchRows
+from torchrec_picasso.rows.request import RowRequest
+from torchrec_picasso.storage.row_tables import RowTables
+
+MOST = {
+    (2, 1, 1): (191, 3),
+    (2, 1, 4): (246, 4),
+    (8, 4, 1): (369, 3),
+    (8, 4, 4): (481, 4),
+    (64, 4, 1): (367, 3),
+}
+"""Launches and host syncs of a step by (ranks, packs, micro-batches); the dense part has none."""
+ALL_KINDS = [
+    table_of("a", 0, 4, [3, 4], [1, 5]),
+    replace(table_of("b", 0, 4, [2, 1], [0], 2), mean=True),
+    replace(table_of("c", 0, 8, [6, 0], []), route="bags"),
+    replace(table_of("d", 0, 8, [0, 5], []), route="bags", mean=True),
+]
+
+
+def world_of(world_size: int, num_packs: int) -> World:
+    """Two tables a pack, packs of different dims, some rows with replicas."""
+    blocks = [3] * world_size
+    return make_world(
+        world_size,
+        [
+            table_of(f"{pack}{name}", pack, 4 * (1 + pack), blocks, [1, 2], features)
+            for pack in range(num_packs)
+            for name, features in (("a", 1), ("b", 2))
+        ],
+    )
+
+
+def put_on_device(world: World) -> None:
+    """Rank 0 has the device; the others show what comes out without one."""
+    (group, *_) = world.groups
+    on_device(group)
+    for route in group.routes:
+        if isinstance(route, row_route.RowRoute):
+            route._bag_order = lru_cache(partial(bag_order, route.plan, device=DEVICE))
+    for storage in group.storages:
+        storage.tables._row_update = None  # the CPU's own
+
+
+def features_on(
+    world: World, rank: int, step: int, num_samples: int, weighted: bool
+) -> KeyedJaggedTensor:
+    """Bags of up to three lookups."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    keys = [name for table in world.tables for name in table.feature_names]
+    lengths = torch.randint(4, (len(keys), num_samples), generator=generator, dtype=torch.int32)
+    values = [
+        torch.randint(table.num_embeddings, (int(of_feature.sum()),), generator=generator)
+        for table, of_feature in zip(
+            [table for table in world.tables for _ in table.feature_names], lengths
+        )
+    ]
+    ids_N = torch.cat(values)
+    weights_N = torch.rand(ids_N.numel(), generator=generator) if weighted else None
+    tensors = {"values": ids_N, "lengths": lengths.view(-1), "weights": weights_N}
+    if world.groups[rank].device == DEVICE:
+        tensors = on_device(tensors)
+    return KeyedJaggedTensor(keys=keys, stride=num_samples, **tensors)
+
+
+class Trained:
+    """Batches on all ranks, one operation after the other."""
+
+    def __init__(
+        self, world: World, num_parts: int, lookahead: bool, weighted: bool = False
+    ) -> None:
+        self.world, self.lookahead = world, lookahead
+        self.device = PretendedDevice()
+        self.pooled: list[list[Tensor]] = []
+        """Of rank 0, by step and part."""
+        self.grads_of_weights: list[list[Tensor]] = []
+        self._sizes_K, self._weighted = [2] * num_parts, weighted
+        self._before: list[RowRequest] = []
+
+    def request(self, step: int) -> list[RowRequest]:
+        def made(rank: int) -> RowRequest:
+            features = features_on(self.world, rank, step, sum(self._sizes_K), self._weighted)
+            return RowRequest(self.world.groups[rank], [features], self._sizes_K)
+
+        requests = self._each(made, range(len(self.world.ranks)))
+        assert all(self._each(RowRequest.send_ids, requests))
+        self._each(RowRequest.receive_ids, requests)
+        if self.lookahead and self._before:
+            self._each(RowRequest.send_dirty_mask, requests, self._before)
+        self._before = requests
+        return requests
+
+    def step(self, step: int) -> None:
+        groups, chunks = self.world.groups, range(len(self._sizes_K))
+        layouts = self._each(RowRequest.lay_out, self.request(step))
+        rows_W = self._each(BatchRows, groups, layouts)
+        if self.lookahead:
+            self._each(BatchRows.fetch, rows_W)
+        for chunk in chunks:
+            self._each(partial(BatchRows.fetch, chunk=chunk), rows_W)
+        fill_replicas(self.world)
+        self._each(BatchRows.read_hot, rows_W)
+        gradients = self._each(BatchGradients, groups, layouts)
+        found_KW = [self._each(partial(_forward_and_backward, k), rows_W) for k in chunks]
+        self.pooled += [[on_host(own).clone() for own in of_W[0][0]] for of_W in found_KW]
+        self.grads_of_weights += [[on_host(own) for own in of_W[0][2]] for of_W in found_KW]
+        for k in reversed(chunks):
+            grads_W = [grads_M for _, grads_M, _ in found_KW[k]]
+            self._each(BatchGradients.add, gradients, [k] * len(groups), grads_W)
+            self._each(partial(BatchGradients.send, chunk=k), gradients)
+        self._each(BatchGradients.reduce_hot, gradients)
+        assert all(self._each(update_rows, groups, [[own] for own in gradients]))
+        self._each(BatchRows.release, rows_W)
+
+    def _each(self, what: Any, *by_rank: Any) -> list[Any]:
+        """Calls it for each rank; what rank 0 does is noted, and others have no device."""
+        first, *others = zip(*by_rank)
+        with pytest.MonkeyPatch.context() as patch, in_place_of_the_device(), self.device:
+            _count_what_is_no_operator(patch, self.device)
+            result = what(*first)
+        return [result, *(what(*given) for given in others)]
+
+
+def _forward_and_backward(part: int, rows: BatchRows) -> tuple[list[Tensor], ...]:
+    """What is pooled, the gradients of rows and those of weights."""
+    given = rows.acquire(part, lambda _: None)
+    pooled, grads, grads_of_weights = [], [], []
+    for matrix, pooling, scales_N in zip(given.arrive(), given.pooling_M, given.scales_M):
+        pieces = pooling.pool(matrix, scales_N)
+        pooled += pieces
+        grads.append(pooling.gradients(pieces, scales_N))
+        if scales_N is not None:
+            found_N = pooling.gradient_of_scales(pieces, matrix)
+            assert found_N is not None
+            grads_of_weights.append(found_N)
+    return pooled, grads, grads_of_weights
+
+
+def _count_what_is_no_operator(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+    start, by_tbe = FakeRanks._start, RowTables._update_by_tbe
+
+    def started(*args: Any) -> Any:
+        device.note(1)
+        return start(*args)
+
+    def updated(tables: RowTables, *args: Any) -> None:
+        device.note(UPDATE)
+        tables._counting = on_host(tables._counting)
+        by_tbe(tables, *on_host(args))
+
+    patch.setattr(FakeRanks, "_start", started)
+    patch.setattr(RowTables, "_update_by_tbe", updated)
+
+
+def measure(world_size: int, num_packs: int, num_parts: int, lookahead: bool) -> PretendedDevice:
+    """A step after another batch's request."""
+    world = world_of(world_size, num_packs)
+    put_on_device(world)
+    trained = Trained(world, num_parts, lookahead)
+    trained.request(0)
+    trained.device = PretendedDevice()
+    trained.step(1)
+    return trained.device
+
+
+@pytest.mark.parametrize(("case", "most"), MOST.items(), ids=str)
+def test_a_step_launches_no_more_and_waits_no_more_often(
+    case: tuple[int, int, int], most: tuple[int, int]
+) -> None:
+    device = measure(*case, lookahead=True)
+    assert not device.mixed
+    launches, syncs, _ = device.totals
+    assert launches <= most[0], device.table()
+    assert syncs <= most[1], device.table()
+
+
+def test_few_keys_are_sorted_as_integers_of_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    sort, dtypes = torch.argsort, []
+    monkeypatch.setattr(torch, "argsort", lambda x, **kw: dtypes.append(x.dtype) or sort(x, **kw))
+    measure(2, 1, 4, lookahead=True)
+    assert dtypes
+    assert {*dtypes} <= {torch.uint8, torch.int16}
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("kind", ["rows", "all"])
+def test_a_device_trains_as_the_cpu(kind: str, num_parts: int) -> None:
+    both = []
+    for has_device in (False, True):
+        world = world_of(2, 2) if kind == "rows" else make_world(2, ALL_KINDS)
+        if has_device:
+            put_on_device(world)
+        trained = Trained(world, num_parts, lookahead=True, weighted=kind == "all")
+        for step in range(3):
+            trained.step(step)
+        assert not trained.device.mixed
+        assert bool(trained.device.copies) is has_device
+        tables = [on_host(table) for table in whole_tables(world)]
+        both.append((trained.pooled, [tables, trained.grads_of_weights]))
+    (pooled, others), (expected, expected_others) = both
+    assert sum(part[0].count_nonzero() > 0 for part in pooled) == 3 * num_parts
+    torch.testing.assert_close(pooled[:num_parts], expected[:num_parts], rtol=0, atol=0)
+    torch.testing.assert_close(pooled, expected)
+    torch.testing.assert_close(others, expected_others)
+
+
+def test_a_mix_and_a_wait_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = row_route.unique_rows
+
+    def careless(ids_N: Tensor) -> Any:
+        segment_reduction.mean_scale(ids_N.float(), torch.ones(ids_N.numel()) > 0)
+        segment_reduction.nonzero_indices(ids_N)
+        return find(ids_N)
+
+    plain = measure(2, 1, 1, lookahead=False)
+    monkeypatch.setattr(row_route, "unique_rows", careless)
+    device = measure(2, 1, 1, lookahead=False)
+    assert not plain.mixed
+    (mixed,) = device.mixed
+    assert mixed.startswith("ops/segment_reduction.py")
+    (place,) = device.syncs - plain.syncs
+    assert "nonzero_indices" in place
+    with device, pytest.raises(RuntimeError, match="numpy"):
+        on_device(torch.ones(1)).numpy()
+
+
+if __name__ == "__main__":
+    for case in MOST:
+        print(case, measure(*case, lookahead=True).table(), sep="\n")
