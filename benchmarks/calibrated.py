@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from benchmarks.cluster import run_on_hosts
@@ -25,4 +26,6 @@ def calibrated_curves(path: Path, hosts: int, rate_mbit: float | None) -> CommCu
             calibrate_on_rank, hosts, rate_mbit, *arguments, timeout_s=_TIMEOUT_S
         )
         by_rank[0].to_json(path)
+        if "busy" in by_rank[0].measured_on:
+            print(f"warning: {by_rank[0].measured_on['busy']}", file=sys.stderr)
     return CommCurves.from_json(path)

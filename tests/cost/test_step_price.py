@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from torchrec_picasso.app.runs.exchange_step import bag_batch, bag_collection
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes, exchange_times
-from torchrec_picasso.cost.local import DenseTimes, LocalCosts, SideCosts
+from torchrec_picasso.cost.local import DenseTimes, LocalCosts, PhaseCost, SideCosts
 from torchrec_picasso.cost.step_price import StepPricer, _first_used, _shares
 from torchrec_picasso.cost.stock import stock_cost
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
@@ -142,6 +143,59 @@ def test_stock_tables_beside_the_exchange_are_exposed() -> None:
     alone, beside = pricer.price(totals), pricer.price(totals, stock)
     waits_ms = stock.forward_wire_ms + stock.backward_wire_ms
     assert beside.step_ms >= alone.step_ms + waits_ms
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [("table_wise", 1), ("data_parallel", 2)])
+def test_stock_work_counts_where_nothing_is_sent(kind: str, world_size: int) -> None:
+    # one rank sends nothing, and the lookup of a data-parallel table has no exchange
+    of = TableWork(work().load, world_size)
+    stock = stock_cost(kind, [of], network(), world_size)
+    assert stock.forward_wire_ms == 0 < stock.forward_ms
+    totals = HotColdTotals.from_table(of, 0)
+    pricer = StepPricer(network(), world_size, micro_batch_counts=[1])
+    alone, beside = pricer.price(totals), pricer.price(totals, stock)
+    assert beside.compute_ms == pytest.approx(alone.compute_ms + stock.compute_ms)
+    assert beside.step_ms >= 0.999 * (alone.step_ms + stock.compute_ms + stock.wire_ms)
+
+
+def test_modules_are_called_one_by_one_but_a_step_is_one() -> None:
+    costs = SideCosts(forward=PhaseCost(fixed_ms=3.0), step_ms=5.0)
+    curves = network(local=LocalCosts(hot_cold=costs, stock=costs))
+    pricer, totals = StepPricer(curves, 2), HotColdTotals.from_table(work(), 0)
+    one, two = (pricer.price(totals, num_modules=count).compute_ms for count in (1, 2))
+    assert two == pytest.approx(one + 3.0)
+    one_exchange, two_exchanges = (
+        pricer.sparse_dist(stock_cost("table_wise", [work()] * 2, curves, 2, count))
+        for count in (1, 2)
+    )
+    assert two_exchanges.compute_ms == pytest.approx(one_exchange.compute_ms + 3.0)
+    assert one_exchange.compute_ms == pytest.approx(3.0 + 5.0)
+    # a splits, a lengths, a values, a rows and a gradients message more
+    assert two_exchanges.wire_ms == pytest.approx(one_exchange.wire_ms + 5 * 0.3)
+
+
+@pytest.mark.parametrize("pooling", [1, 5])
+def test_lookups_are_read_and_bags_are_written_as_often_as_in_a_real_module(pooling: int) -> None:
+    module = bag_collection([50, 60], [8, 16])
+    features = bag_batch(torch.randint(50, (2, BATCH, pooling)))
+    pooled = module.to_empty(device="cpu")(features).values()
+    loads = [
+        TableLoad(name=c.name, num_embeddings=c.num_embeddings, dim=c.embedding_dim, bags=BATCH,
+                  lookups=float(pooling * BATCH)) for c in module.embedding_bag_configs()
+    ]  # fmt: skip
+    works = [TableWork(load, 2) for load in loads]
+    per_bag, per_lookup = PhaseCost(bag_element_ns=1.0), PhaseCost(lookup_ns=1.0)
+    for cost, count in ((per_bag, pooled.numel()), (per_lookup, features.values().numel())):
+        side = SideCosts(forward=cost)
+        local = LocalCosts(hot_cold=side, stock=side)
+        totals = [
+            HotColdTotals.sum(HotColdTotals.from_table(of, 0, form) for of in works)
+            for form in ("rows", "bags")
+        ]
+        rows, bags = (exchange_times(total, local) for total in totals)
+        stock = stock_cost("data_parallel", works, network(local=local), 2)
+        assert stock.forward_ms == pytest.approx(count * 1e-6)
+        assert rows.pool_ms == bags.bag_pool_ms == pytest.approx(count * 1e-6)
 
 
 def test_stock_alone_hides_its_ids_only() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import Curve
-from torchrec_picasso.cost.local import DenseTimes
+from torchrec_picasso.cost.local import DenseTimes, LocalCosts
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
@@ -30,6 +30,7 @@ def curves(world_size: int = 2, *, reduce_gbytes_per_s: float = 1.0, **of: float
         backend="test",
         device="cpu",
         collectives={**assumed.collectives, "all_reduce": fast},
+        local=LocalCosts(measured=True),
     )
 
 
@@ -142,6 +143,17 @@ def test_work_to_hide_under_lets_even_distinct_rows_travel() -> None:
     assert busy.step.step_ms < 0.9 * busy.stock.step.step_ms
 
 
+@pytest.mark.parametrize(("gbytes_per_s", "taken"), [(5.0, False), (0.02, True)])
+def test_an_assumed_core_decides_nothing_alone(gbytes_per_s: float, taken: bool) -> None:
+    # on a fast network the packed exchange saves updates of narrow rows, which are slow on one core
+    works = [pooled(str(i), 5, 0.8) for i in range(40)]
+    works = [TableWork(dataclasses.replace(w.load, dim=8), 2) for w in works]
+    measured = curves(gbytes_per_s=gbytes_per_s, reduce_gbytes_per_s=gbytes_per_s)
+    assumed = dataclasses.replace(measured, local=LocalCosts())
+    assert any(choose(may_take_bags(works), pricer(measured)).hot_cold)
+    assert any(choose(may_take_bags(works), pricer(assumed)).hot_cold) == taken
+
+
 # -- bags ------------------------------------------------------------------------------------------
 
 
@@ -194,7 +206,7 @@ def test_forms_are_near_the_best_of_all() -> None:
         of_one_form = min(ms for forms, ms in times.items() if len({*forms} - {None}) < 2)
         assert choice.step.step_ms <= 1.1 * of_one_form
         # rows beside bags must win by 18 %, and plans with some stock tables are not weighed
-        assert choice.step.step_ms <= 1.1 / (1 - 0.18) * min(times.values())
+        assert choice.step.step_ms <= 1.15 / (1 - 0.18) * min(times.values())
 
 
 @pytest.mark.parametrize("seed", range(3))

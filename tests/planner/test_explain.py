@@ -303,7 +303,8 @@ def test_a_form_that_constraints_ask_for_is_had(
 
 def test_hot_rows_of_constraints_stay_where_bags_would_be_cheaper() -> None:
     asked = _asking(wide=HotColdParams(hot_rows=[1, 5]))
-    _, plan = planned_of(Towers(), curves=SLOW, constraints=asked)
+    curves = CommCurves.assumed(2, gbytes_per_s=0.02)
+    _, plan = planned_of(Towers(), curves=curves, constraints=asked)
     assert params(plan)["wide"].form == "rows"
     assert params(plan)["wide"].hot_rows.tolist() == [1, 5]
     assert params(plan)["long"].form == "bags"

@@ -226,12 +226,12 @@ def _what_it_holds(rank: int, world_size: int) -> None:
     many = Job(placement={"a": 60, "*": 2})
     model = build(many, rank, 1)
     prepare = pipeline_of(model).preparation()
-    assert len(pickle.dumps(prepare)) < 10_000
     (batch,) = batches_of(many, rank, [0])
     prepared = prepare(batch)
     assert isinstance(prepared, PreparedBatch)
     assert prepared.batch is batch
     assert prepare(prepared) is prepared
+    assert len(pickle.dumps(prepare)) < 10_000
     moved = prepared.to(device=torch.device("cpu"), non_blocking=True)
     assert type(moved.batch) is Batch
     for names, ids in prepared.ids_of.items():

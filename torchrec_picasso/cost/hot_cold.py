@@ -21,24 +21,27 @@ _LENGTH_BYTES = 4
 _WIRE_BYTES = 4  # a float32 element
 _LARGEST_INT32 = 2**31 - 1
 
-# Rows of several packs are concatenated before an exchange and split after it. On one core a second
-# pack took 28 ms more in a step with 22,900 rows of D=128: 2.4 ns for each of four copies of an
-# element. The operators of one pack are about a hundred, of 10 us each.
-_COPY_NS = 2.4
-_PACK_MS = 0.5  # per pack, in forward and again in backward
+# Rows of several packs are concatenated before an exchange and split after it. On one core, 24
+# tables in two or four packs took 9 to 12 ms more than in one with 21,700 rows of D=128, 1.7 and
+# 2.9 ms with 5,900, 3.7 ms with 21,700 of D=64 (four packs): 0.3 to 1.0 ns for each of four copies
+# of an element, and 0.6 ms per pack.
+_COPY_NS = 0.7
+_PACK_MS = 0.3  # per pack, in forward and again in backward
 
 
 @dataclass(frozen=True, kw_only=True)
 class HotColdTotals(Summable):
     """Expected work of one step on one rank, summed over the tables of one exchange.
 
-    An owner-pooled table counts only in ``features``, ``updated``, ``rows`` and the fields of bags.
+    An owner-pooled table counts only in ``features``, ``updated``, ``rows`` and the fields of bags;
+    a row-exchanged one is pooled on this rank, and its bags count in ``pooled_elements``.
     Fields named ``*_elements`` are numbers of rows, lookups or bags times dim.
     """
 
     features: float = 0.0
     lookups: float = 0.0
     lookup_elements: float = 0.0
+    pooled_elements: float = 0.0
     unique: float = 0.0  # distinct rows of the rank's batch
     unique_elements: float = 0.0
     cold: float = 0.0  # distinct cold rows of the rank's batch
@@ -74,6 +77,7 @@ class HotColdTotals(Summable):
             features=load.num_features,
             lookups=load.lookups,
             lookup_elements=load.lookups * load.dim,
+            pooled_elements=load.bags * load.dim,
             unique=work.unique,
             unique_elements=work.unique * load.dim,
             cold=split.cold_used,
@@ -102,7 +106,12 @@ class ExchangeTimes:
 
 
 def exchange_times(
-    totals: HotColdTotals, costs: LocalCosts, *, num_packs: int = 1, num_parts: int = 1
+    totals: HotColdTotals,
+    costs: LocalCosts,
+    *,
+    num_modules: int = 1,
+    num_packs: int = 1,
+    num_parts: int = 1,
 ) -> ExchangeTimes:
     """Predicts the local work of one step in ``num_parts`` micro-batches.
 
@@ -112,13 +121,15 @@ def exchange_times(
     """
     row_elements = totals.unique_elements + totals.bag_elements
     fetched = LocalWork(
+        calls=num_modules,
         features=totals.features,
         lookups=totals.lookups,
         rows=totals.unique + totals.bags,
         lookup_elements=totals.lookup_elements,
+        bag_elements=totals.pooled_elements,
         row_elements=row_elements,
-        # pooling buffers of one micro-batch; rows and their gradients of the whole batch
-        buffer_elements=totals.lookup_elements / num_parts + 2 * row_elements,
+        # pooled output of one micro-batch; rows and their gradients of the whole batch
+        buffer_elements=totals.pooled_elements / num_parts + 2 * row_elements,
     )
     # every rank updates all touched replicas and its own home rows
     updated = replace(
@@ -134,7 +145,11 @@ def exchange_times(
         buffer_elements=0.0,
         updated=totals.updated,
     )
-    bag_work = LocalWork(lookups=totals.bag_lookups, lookup_elements=totals.bag_lookup_elements)
+    bag_work = LocalWork(
+        lookups=totals.bag_lookups,
+        lookup_elements=totals.bag_lookup_elements,
+        bag_elements=totals.bag_elements,
+    )
     ours, million_bag_lookups = costs.hot_cold, totals.bag_lookups * 1e-6
     packs_ms = 0.0
     if num_packs > 1:  # two copies of each element in forward, two in backward

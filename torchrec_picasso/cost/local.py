@@ -35,10 +35,12 @@ _FORWARD_SHARE = 1 / 3
 class LocalWork:
     """The work of one rank in one phase of a step."""
 
+    calls: float = 1.0  # sharded modules: stock tables of each sharding type count as one
     features: float = 0.0
     lookups: float = 0.0
     rows: float = 0.0  # rows that are fetched, or whose gradients are summed
     lookup_elements: float = 0.0  # lookups x dim
+    bag_elements: float = 0.0  # pooled vectors x dim
     row_elements: float = 0.0  # rows x dim
     buffer_elements: float = 0.0  # elements of the large buffers that the phase allocates
     updated: float = 0.0  # home rows and replicas that the optimizer updates on this rank
@@ -46,11 +48,12 @@ class LocalWork:
     def terms(self) -> tuple[float, ...]:
         """Returns the factors of the coefficients of :class:`PhaseCost`; products are in ms."""
         return (
-            1.0,
+            self.calls,
             self.features * 1e-3,
             self.lookups * 1e-6,
             self.rows * 1e-6,
             self.lookup_elements * 1e-6,
+            self.bag_elements * 1e-6,
             self.row_elements * 1e-6,
             max(0.0, self.buffer_elements - _KEPT_BYTES / _ELEMENT_BYTES) * 1e-6,
             self.updated * 1e-6,
@@ -61,11 +64,12 @@ class LocalWork:
 class PhaseCost:
     """Coefficients of one phase, all at least 0."""
 
-    fixed_ms: float = 0.0  # per step
+    fixed_ms: float = 0.0  # per call
     feature_us: float = 0.0
     lookup_ns: float = 0.0
     row_ns: float = 0.0
     lookup_element_ns: float = 0.0  # per lookup and column
+    bag_element_ns: float = 0.0  # per pooled vector and column
     row_element_ns: float = 0.0  # per row and column
     paged_element_ns: float = 0.0  # added per buffer element beyond the kept memory
     update_ns: float = 0.0  # per updated row, for any dim
@@ -79,8 +83,8 @@ class PhaseCost:
         lookups, because micro-batches reduce the buffers of lookups."""
         ms = {term: getattr(self, term) * x for term, x in zip(_TERMS, work.terms())}
         call_ms = ms["fixed_ms"] + ms["feature_us"]
-        lookups_ms = ms["lookup_ns"] + ms["lookup_element_ns"] + ms["paged_element_ns"]
-        return call_ms, lookups_ms, ms["row_ns"] + ms["row_element_ns"] + ms["update_ns"]
+        rows_ms = ms["row_ns"] + ms["row_element_ns"] + ms["update_ns"]
+        return call_ms, sum(ms.values()) - call_ms - rows_ms, rows_ms
 
     @staticmethod
     def fit(works: Sequence[LocalWork], ms: Sequence[float]) -> PhaseCost:
@@ -113,36 +117,77 @@ class SideCosts:
     backward: PhaseCost = field(default_factory=PhaseCost)
     step_ms: float = 0.0
     """What a step costs once, beside tables and dense part: the pipeline's own work, the dense
-    optimizer, waits for small messages; of stock tables per exchange, see
-    :meth:`.StepPricer.sparse_dist`."""
+    optimizer, waits for small messages."""
 
 
 # Calibrated with 2 ranks on 2 cores of an Intel Xeon: FP32, row-wise Adagrad, torch 2.13,
 # fbgemm-gpu-cpu 1.8. The update of a stock row takes 0.6 to 0.8 us for any dim, because FBGEMM's
-# CPU kernel mixes SSE and AVX instructions.
+# CPU kernel mixes SSE and AVX instructions. Bags had one lookup; with five lookups, elements cost
+# per bag (docs/dev/log.md, 2026-11-24): what was measured per lookup element is assumed per bag
+# element.
 _ASSUMED_HOT_COLD = SideCosts(
     input_dist=PhaseCost(fixed_ms=2.9, feature_us=18, lookup_ns=115, row_ns=60),
-    forward=PhaseCost(
-        fixed_ms=0.9, lookup_ns=1, row_ns=46, lookup_element_ns=1.0, row_element_ns=2.0
-    ),
+    forward=PhaseCost(fixed_ms=0.9, lookup_ns=1, row_ns=46, bag_element_ns=1.0, row_element_ns=2.0),
     backward=PhaseCost(
-        fixed_ms=1.6, lookup_ns=16, lookup_element_ns=0.5, row_element_ns=3.7, update_ns=150
+        fixed_ms=1.6, lookup_ns=16, bag_element_ns=0.5, row_element_ns=3.7, update_ns=150
     ),
 )
 _ASSUMED_STOCK = SideCosts(
     input_dist=PhaseCost(fixed_ms=1.6, feature_us=5.5, lookup_ns=17),
     forward=PhaseCost(
-        fixed_ms=1.5, feature_us=3.8, lookup_ns=21, lookup_element_ns=3.0, paged_element_ns=4.0
+        fixed_ms=1.5, feature_us=3.8, lookup_ns=21, bag_element_ns=3.0, paged_element_ns=4.0
     ),
     backward=PhaseCost(
         fixed_ms=0.7,
         feature_us=10,
         lookup_ns=60,
         row_ns=50,
-        lookup_element_ns=2.0,
+        bag_element_ns=2.0,
         paged_element_ns=3.1,
         update_ns=600,
     ),
+)
+
+# Calibrated with 2 ranks on 2 idle cores of an AMD EPYC, same versions; whole steps (step_ms) by
+# the sweep of docs/dev/log.md, 2026-11-24. Its update of a stock row takes 17 to 38 ns.
+_NEWER_HOT_COLD = SideCosts(
+    input_dist=PhaseCost(
+        fixed_ms=1.5, feature_us=8.7, lookup_ns=26, bag_element_ns=0.06, update_ns=31
+    ),
+    forward=PhaseCost(
+        fixed_ms=0.35,
+        lookup_element_ns=0.38,
+        row_element_ns=0.76,
+        paged_element_ns=2.0,
+        update_ns=40,
+    ),
+    backward=PhaseCost(
+        fixed_ms=0.68,
+        lookup_ns=7.6,
+        bag_element_ns=0.06,
+        row_element_ns=3.0,
+        paged_element_ns=0.62,
+        update_ns=42,
+    ),
+    step_ms=5.2,
+)
+_NEWER_STOCK = SideCosts(
+    input_dist=PhaseCost(
+        fixed_ms=0.78, feature_us=1.5, lookup_ns=2.8, bag_element_ns=0.06, update_ns=3.1
+    ),
+    forward=PhaseCost(
+        fixed_ms=0.58, lookup_ns=4.2, bag_element_ns=1.9, paged_element_ns=2.3, update_ns=17
+    ),
+    backward=PhaseCost(
+        fixed_ms=0.22,
+        feature_us=7.6,
+        lookup_ns=7.9,
+        bag_element_ns=1.2,
+        row_element_ns=0.37,
+        paged_element_ns=1.3,
+        update_ns=38,
+    ),
+    step_ms=4.3,
 )
 
 
@@ -154,6 +199,11 @@ class LocalCosts:
     hot_cold: SideCosts = _ASSUMED_HOT_COLD
     stock: SideCosts = _ASSUMED_STOCK
     measured: bool = False
+
+    @staticmethod
+    def newer_core() -> LocalCosts:
+        """Returns those of a core on which stock tables are faster relative to this package's."""
+        return LocalCosts(hot_cold=_NEWER_HOT_COLD, stock=_NEWER_STOCK)
 
 
 @dataclass(frozen=True, kw_only=True)

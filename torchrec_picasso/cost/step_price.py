@@ -20,7 +20,7 @@ import numpy as np
 from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes, exchange_times
-from torchrec_picasso.cost.local import DenseTimes
+from torchrec_picasso.cost.local import DenseTimes, LocalCosts
 from torchrec_picasso.cost.schedule_time import Message, OpTime, StepPrice, step_price
 from torchrec_picasso.cost.stock import StockCost
 from torchrec_picasso.schedule.schedule import Setting, backward_order
@@ -31,9 +31,6 @@ _PART_FEATURE_MS = 0.09
 """Overhead of each additional micro-batch, and per feature: operators of the dense part and of
 pooling run once more, and every feature is split. On one core 26 features took 4 to 7 ms, 40 took
 7 ms, 130 took 5 to 20 ms."""
-_NEXT_MODULE = 0.7
-"""What a further module costs once per step, relative to the first. A DIN-like model with two took
-3.7 and 2.1 ms more than with the costs of one (64 and 256 samples), which were 4.2 ms."""
 _LAYOUT_SHARE = 1 / 3
 """Share of the layout, which follows the exchange of ids, in the local work on ids."""
 _MARK_BYTES = 1
@@ -58,12 +55,16 @@ class StepPricer:
         dense_bytes = 2 * (world_size - 1) / world_size * self.dense.parameter_bytes
         self.reduce = self.message("all_reduce", dense_bytes)
 
+    def with_local(self, local: LocalCosts) -> StepPricer:
+        """Returns a pricer for a core of other local costs."""
+        curves = replace(self.curves, local=local)
+        return StepPricer(curves, self.world_size, self.dense, self._micro_batch_counts)
+
     def price(
         self,
         totals: HotColdTotals,
         stock: StockCost | None = None,
         *,
-        num_stock: int = 1,
         num_modules: int = 1,
         num_packs: int = 1,
         uneven_bags: float = 1.0,
@@ -75,7 +76,6 @@ class StepPricer:
         Args:
             totals: Work of the hot/cold tables.
             stock: Cost of the stock tables, without overlap; ``None`` = no stock tables.
-            num_stock: Number of exchanges of the stock tables.
             num_modules: Number of modules with hot/cold tables.
             num_packs: Number of packs of the hot/cold tables.
             uneven_bags: Bags of the busiest home rank divided by the mean over ranks.
@@ -83,34 +83,23 @@ class StepPricer:
         """
         stock = stock or StockCost()
         if not totals.features:
-            return self.sparse_dist(stock, num_stock)
+            return self.sparse_dist(stock)
         shares = _shares_of_waves(totals, num_bag_waves)
         shares_rows = bool(totals.unique)  # bags are of one sample
         prices = []
         for count in self._micro_batch_counts:
             setting = Setting(count, lookahead=True)
-            times = self._times(totals, count, num_packs, uneven_bags)
+            times = self._times(totals, count, num_modules, num_packs, uneven_bags)
             last = backward_order(setting, shares_rows)[-1]
             self._add_stock(times, stock, last)
             prices.append(step_price(setting, times, shares, shares_rows=shares_rows))
         best = min(prices, key=lambda price: (price.step_ms, price.num_micro_batches))
-        return self._with_step_costs(best, num_modules, num_stock if stock.sent_bytes else 0)
+        return _longer(best, self.curves.local.hot_cold.step_ms)
 
-    def _with_step_costs(self, price: StepPrice, num_modules: int, num_stock: int) -> StepPrice:
-        """Adds what a step costs once: for hot/cold modules, and each exchange of stock tables."""
-        local = self.curves.local
-        once_ms = local.stock.step_ms * num_stock
-        if num_modules:
-            once_ms += local.hot_cold.step_ms * (1 + _NEXT_MODULE * (num_modules - 1))
-        return replace(
-            price, step_ms=price.step_ms + once_ms, compute_ms=price.compute_ms + once_ms
-        )
-
-    def sparse_dist(self, cost: StockCost, num_exchanges: int = 1) -> StepPrice:
+    def sparse_dist(self, cost: StockCost) -> StepPrice:
         """Predicts a step under TorchRec's ``TrainPipelineSparseDist``.
 
         Computation hides the exchange of ids, but no exchange of rows, gradients or dense sums.
-        TorchRec exchanges the tables of each module and sharding type by themselves.
         """
         wire_ms = cost.wire_ms + (self.reduce.ms if self.reduce is not None else 0.0)
         compute_ms = cost.compute_ms + self.dense.total_ms
@@ -118,7 +107,7 @@ class StepPricer:
         price = StepPrice(
             step_ms=wire_ms + compute_ms - hidden_ms, wire_ms=wire_ms, compute_ms=compute_ms
         )
-        return self._with_step_costs(price, 0, num_exchanges)
+        return _longer(price, self.curves.local.stock.step_ms)
 
     def message(self, collective: str, num_bytes: float) -> Message | None:
         """Returns the message of a collective on one rank; ``None`` if nothing is sent."""
@@ -129,11 +118,22 @@ class StepPricer:
         return Message(ms, min(1.0, core_ms / ms) if ms > 0 else 0.0)
 
     def _times(
-        self, totals: HotColdTotals, num_parts: int, num_packs: int, uneven_bags: float
+        self,
+        totals: HotColdTotals,
+        num_parts: int,
+        num_modules: int,
+        num_packs: int,
+        uneven_bags: float,
     ) -> dict[tuple[str, int | None], OpTime]:
         """Assigns the cost of a step without stock tables to operations, by kind and index."""
         dense, sent = self.dense.cut(num_parts), exchange_bytes(totals, self.world_size, num_packs)
-        local = exchange_times(totals, self.curves.local, num_packs=num_packs, num_parts=num_parts)
+        local = exchange_times(
+            totals,
+            self.curves.local,
+            num_modules=num_modules,
+            num_packs=num_packs,
+            num_parts=num_parts,
+        )
         elements = max(1e-9, totals.cold_elements + totals.bag_elements)
         # bytes of the busiest rank over the mean: rows are even, only bags are not
         uneven = 1 + (uneven_bags - 1) * totals.bag_elements / elements
@@ -182,16 +182,23 @@ class StepPricer:
         if header is not None:
             header = Message(header.ms + stock.ids_wire_ms, header.core_share)
         times["send_header", None] = OpTime(ours.compute_ms + stock.ids_ms, header)
-        forward = Message(stock.forward_wire_ms), stock.forward_ms
-        backward = Message(stock.backward_wire_ms), stock.backward_ms
-        times["forward", 0] = replace(
-            times["forward", 0], exposed=(forward,) if stock.forward_wire_ms else ()
-        )
-        times["backward", last_backward] = replace(
-            times["backward", last_backward],
-            exposed=(backward,) if stock.backward_wire_ms else (),
-            last=self.reduce,
-        )
+        for key, wire_ms, compute_ms in (
+            (("forward", 0), stock.forward_wire_ms, stock.forward_ms),
+            (("backward", last_backward), stock.backward_wire_ms, stock.backward_ms),
+        ):
+            op = times[key]
+            if wire_ms:
+                times[key] = replace(op, exposed=((Message(wire_ms), compute_ms),))
+            else:  # an empty message would wait for the others on the wire
+                times[key] = replace(op, compute_ms=op.compute_ms + compute_ms)
+        backward = "backward", last_backward
+        times[backward] = replace(times[backward], last=self.reduce)
+
+
+def _longer(price: StepPrice, added_ms: float) -> StepPrice:
+    """Adds computation that nothing hides."""
+    step_ms, compute_ms = price.step_ms + added_ms, price.compute_ms + added_ms
+    return replace(price, step_ms=step_ms, compute_ms=compute_ms)
 
 
 def _shares_of_waves(totals: HotColdTotals, num_bag_waves: int) -> tuple[float, ...]:

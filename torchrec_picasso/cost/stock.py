@@ -96,16 +96,26 @@ class StockTotals(Summable):
 
 
 def stock_cost(
-    sharding_type: str, works: Sequence[TableWork], curves: CommCurves, world_size: int
+    sharding_type: str,
+    works: Sequence[TableWork],
+    curves: CommCurves,
+    world_size: int,
+    num_modules: int = 1,
 ) -> StockCost:
-    """Predicts the cost of one step of tables of one stock sharding type, without overlap."""
+    """Predicts the cost of one step of tables of one stock sharding type, without overlap; TorchRec
+    exchanges the tables of each module by themselves."""
     uneven = max_over_mean(sharding_type, [work.load for work in works], world_size)
     totals = StockTotals.sum(StockTotals.from_table(sharding_type, work) for work in works)
-    return _cost(sharding_type, totals, uneven, curves, world_size)
+    return _cost(sharding_type, totals, uneven, curves, world_size, num_modules)
 
 
 def _cost(
-    sharding_type: str, totals: StockTotals, uneven: float, curves: CommCurves, world_size: int
+    sharding_type: str,
+    totals: StockTotals,
+    uneven: float,
+    curves: CommCurves,
+    world_size: int,
+    num_modules: int = 1,
 ) -> StockCost:
     """Predicts the cost of some work. ``uneven`` is the load of the busiest rank divided by the
     mean. Without tables the cost is 0."""
@@ -113,16 +123,21 @@ def _cost(
         return StockCost()
     to_others = (world_size - 1) / world_size
     is_row_wise = sharding_type == "row_wise"
-    gathered, output = totals.lookup_elements * uneven, totals.bag_elements * uneven
+    output = totals.bag_elements * uneven
     if is_row_wise:
         # partial sums of all ranks' bags are written, whether or not the rank has rows of the bag
-        gathered += totals.bag_elements * (world_size - 1)
         output += totals.bag_elements * (world_size - 1)
+
+    def exchange_ms(collective: str, num_bytes: float) -> float:
+        return num_modules * curves.ms(collective, num_bytes / num_modules, world_size)
+
     work = LocalWork(
+        calls=num_modules,
         features=totals.features,
         lookups=totals.lookups * uneven,
         rows=totals.rows * uneven,
-        lookup_elements=gathered,
+        lookup_elements=totals.lookup_elements * uneven,
+        bag_elements=output,
         row_elements=totals.row_elements * uneven,
         buffer_elements=2 * output,
         updated=totals.rows * uneven,
@@ -134,17 +149,15 @@ def _cost(
     rows = totals.bag_elements * _WIRE_BYTES * (world_size - 1 if is_row_wise else to_others)
     forward, backward = ("reduce_scatter", "all_gather") if is_row_wise else ("all_to_all",) * 2
     # an all-to-all of splits, then one of lengths and one of values
-    ids_wire_ms = curves.ms("all_to_all", 0, world_size) + 2 * curves.ms(
-        "all_to_all", ids * uneven / 2, world_size
-    )
+    ids_wire_ms = exchange_ms("all_to_all", 0) + 2 * exchange_ms("all_to_all", ids * uneven / 2)
     costs = curves.local.stock
     return StockCost(
         ids_ms=costs.input_dist.ms(work),
         ids_wire_ms=ids_wire_ms,
         forward_ms=costs.forward.ms(work),
-        forward_wire_ms=curves.ms(forward, rows * uneven, world_size),
+        forward_wire_ms=exchange_ms(forward, rows * uneven),
         backward_ms=costs.backward.ms(work),
-        backward_wire_ms=curves.ms(backward, rows * uneven, world_size),
+        backward_wire_ms=exchange_ms(backward, rows * uneven),
         sent_bytes={"ids": ids, "rows": rows, "gradients": rows},
     )
 
@@ -171,7 +184,7 @@ def _data_parallel(
 ) -> StockCost:
     # the dense update writes every element of the tables, whether looked up or not
     dense_update = LocalWork(
-        lookup_elements=totals.table_elements * _DENSE_UPDATE_PASSES,
+        bag_elements=totals.table_elements * _DENSE_UPDATE_PASSES,
         buffer_elements=totals.table_elements,
     )
     sent = 2 * (world_size - 1) / world_size * totals.table_elements * _WIRE_BYTES

@@ -50,18 +50,19 @@ class Bags:
 
 
 def bag_order(
-    features_M: Sequence[int],
-    is_sequence_M: Sequence[bool],
-    sizes_K: Sequence[int],
-    device: torch.device,
-) -> Tensor:
+    plan: PackPlan, sizes_K: tuple[int | None, ...], device: torch.device
+) -> Tensor | None:
     """Permutes bags from feature-major to matrix-major, sample-major order.
 
-    Bags of a sequence matrix are ordered by micro-batch, then feature, then sample. ``features_M``
-    are numbers of features, ``sizes_K`` samples of each micro-batch. Returns the old index of each
-    bag in the new order, int32, shape ``(F * B,)``.
+    Bags of a sequence matrix are ordered by micro-batch, then feature, then sample. ``sizes_K`` are
+    samples of each micro-batch, ``None`` if every feature has its own. Returns the old index of
+    each bag in the new order, int32, shape ``(F * B,)``; ``None`` = bags keep their order.
     """
-    num_features, sizes = sum(features_M), list(sizes_K)
+    sizes = [size for size in sizes_K if size is not None]
+    if not sizes or (not plan.has_pooling and len(sizes) == 1):
+        return None
+    features_M, is_sequence_M = plan.features_M, plan.is_sequence_M
+    num_features = sum(features_M)
     order_FB = torch.arange(num_features * sum(sizes), dtype=torch.int32, device=device)
     ordered = []
     for bags_FB, is_sequence in zip(

@@ -8,9 +8,9 @@ Shape letters: F features, K micro-batches, N lookups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from torchrec_picasso.ops.bags import Bags, bag_order, count_lookups, reorder_ba
 from torchrec_picasso.ops.ids import IdSpace
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import UniqueRows, unique_rows
-
-_bag_order = lru_cache(maxsize=8)(bag_order)
-"""The permutation of bags, kept for batches of the same sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +81,11 @@ class IdReader:
     space: IdSpace
     plan: PackPlan
 
+    @cached_property
+    def _bag_order(self) -> Callable[[tuple[int, ...], torch.device], Tensor | None]:
+        """The permutation of bags, kept for batches of the same sizes."""
+        return lru_cache(maxsize=1)(partial(bag_order, self.plan))
+
     def read(
         self,
         features: KeyedJaggedTensor,
@@ -103,10 +105,8 @@ class IdReader:
         source_N = None
         if is_weighted and self.plan.has_pooling:
             source_N = torch.arange(packed_N.numel(), device=packed_N.device)
-        sizes, order_S = self._sizes(sizes_K), None
-        if sizes:
-            plan = self.plan
-            order_S = _bag_order(plan.features_M, plan.is_sequence_M, sizes, packed_N.device)
+        sizes = self._sizes(sizes_K)
+        order_S = self._bag_order(sizes, packed_N.device)
         ids_N, bags = reorder_bags(packed_N, features.lengths(), order_S, source_N)
         return ReadIds(bags=bags, rows=unique_rows(ids_N), outside_ids=outside_ids, sizes=sizes)
 

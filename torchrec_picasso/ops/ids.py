@@ -229,8 +229,13 @@ def shift_rows(
     """
     if rows_N.device.type == "cpu" and rows_N.dtype in _UNSIGNED:
         rows, counts = rows_N.contiguous().numpy(), counts_F.numpy()
-        # As unsigned integers, negative rows become the largest numbers.
-        if _are_inside(rows.view(_UNSIGNED[rows_N.dtype]), counts, limit_F.numpy()):
+        # As unsigned integers, negative rows become the largest numbers. reduceat takes the maximum
+        # from each start to the next, so features without lookups are removed first: an empty range
+        # would yield a wrong value.
+        is_used = counts > 0
+        starts = (np.cumsum(counts) - counts)[is_used]
+        unsigned, limits = rows.view(_UNSIGNED[rows_N.dtype]), limit_F.numpy()[is_used]
+        if not len(starts) or (np.maximum.reduceat(unsigned, starts) < limits).all():
             # All rows are inside. Start from the feature's first number, shape (N,), and add the
             # rows in place; the sum fits into dtype, so the cast is safe.
             shifted = np.repeat(first_F.to(dtype).numpy(), counts)
@@ -242,15 +247,6 @@ def shift_rows(
     limit_N = torch.repeat_interleave(limit_F, counts_F, output_size=num_lookups)
     outside_N = (rows_N < 0) | (rows_N >= limit_N)
     return first_N.add_(rows_N).masked_fill_(outside_N, 0).to(dtype), outside_N.sum()
-
-
-def _are_inside(rows: np.ndarray, counts: np.ndarray, limits: np.ndarray) -> bool:
-    """Whether every row, an unsigned integer, is below the limit of its feature."""
-    is_used = counts > 0
-    # reduceat takes the maximum from each start to the next, so features without lookups are
-    # removed first: an empty range would yield a wrong value.
-    starts = (np.cumsum(counts) - counts)[is_used]
-    return not len(starts) or bool((np.maximum.reduceat(rows, starts) < limits[is_used]).all())
 
 
 def pack_bits(mask_H: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 Four plans are priced as whole steps under the schedule that runs them: all tables stock, all
 row-exchanged, all owner-pooled, and each table with the exchange that sends fewer bytes. Plans with
 row-exchanged tables are priced with several budgets of hot rows. The plan with the shortest
-predicted step is chosen; if predictions differ by less than their error, the simpler plan. Equal
+predicted step is chosen; if predictions differ by less than their error, the simpler plan. Assumed
+local costs are those of one core, so a hot/cold plan must be faster with another core's, too. Equal
 inputs give equal choices, in every process.
 
 Shape letters: G groups of rows with equal lookup counts.
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes
+from torchrec_picasso.cost.local import LocalCosts
 from torchrec_picasso.cost.schedule_time import StepPrice
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.stock import StockCost, marginal_stock_costs, max_over_mean, stock_cost
@@ -109,7 +111,7 @@ def choose(
     works = tuple(TableWork(table.load, pricer.world_size) for table in tables)
     stock_costs = marginal_stock_costs(works, pricer.curves, pricer.world_size)
 
-    def price(forms: Forms, num_hot: Mapping[int, int]) -> PricedPlan:
+    def price(forms: Forms, num_hot: Mapping[int, int], pricer: StepPricer = pricer) -> PricedPlan:
         # fewer whole tables may be less even over ranks than all of them
         rest = [i for i in range(len(tables)) if i not in forms]
         costs = marginal_stock_costs([works[i] for i in rest], pricer.curves, pricer.world_size)
@@ -132,22 +134,35 @@ def choose(
     if given_hot is not None:
         chosen = price({position: tables[position].forms[0] for position in given_hot}, given_hot)
     else:
-        plans = {name: best(forms) for name, forms in _plans(tables, works).items()}
+        forms_by_plan = _plans(tables, works)
+        plans = {name: best(forms) for name, forms in forms_by_plan.items()}
         priced_ms = {name: plan.step.step_ms for name, plan in plans.items()}
         # from the simplest plan to the mixed one, each with its margin
         name = "stock"
         uniform = "rows" if priced_ms["rows"] <= priced_ms["bags"] else "bags"
-        stock_work_ms = plans[name].step.compute_ms - pricer.dense.total_ms
-        margin_ms = _STOCK_MARGIN * priced_ms[name] + _WORK_MARGIN * stock_work_ms
-        if priced_ms[uniform] <= priced_ms[name] - margin_ms:
+        if _is_faster(plans[uniform].step, plans["stock"].step, pricer):
             name = uniform
         if priced_ms["mixed"] <= priced_ms[name] * (1 - _FORMS_MARGIN):
             name = "mixed"
+        if name != "stock" and not pricer.curves.local.measured:
+            # the gain must not depend on the core that was assumed
+            newer = pricer.with_local(LocalCosts.newer_core())
+            num_hot = dict(enumerate(plans[name].num_hot))
+            plan, stock_plan = (price(forms_by_plan[n], num_hot, newer) for n in (name, "stock"))
+            if not _is_faster(plan.step, stock_plan.step, newer):
+                name = "stock"
         chosen = plans[name]
     stock = price({}, {}) if all(table.stock_types for table in tables) else None
     return Choice(
         **vars(chosen), works=works, stock=stock, stock_costs=stock_costs, priced_ms=priced_ms
     )
+
+
+def _is_faster(step: StepPrice, stock: StepPrice, pricer: StepPricer) -> bool:
+    """Whether a step is shorter than stock's by the margins."""
+    stock_work_ms = stock.compute_ms - pricer.dense.total_ms
+    margin_ms = _STOCK_MARGIN * stock.step_ms + _WORK_MARGIN * stock_work_ms
+    return step.step_ms <= stock.step_ms - margin_ms
 
 
 def price_plan(
@@ -160,14 +175,11 @@ def price_plan(
     """Prices one plan; ``num_hot`` and ``stock_types`` by position, as in :class:`PricedPlan`."""
     curves, world_size, positions = pricer.curves, pricer.world_size, range(len(works))
     kinds = tuple(None if i in forms else stock_types.get(i) for i in positions)
-    # stock tables of one type share their exchanges; those of different types do not
-    stock, exchanges = (
-        StockCost(),
-        {(work.load.module, kind) for work, kind in zip(works, kinds) if kind is not None},
-    )
+    stock = StockCost()
     for kind in sorted({kind for kind in kinds if kind is not None}):
         alike = [work for work, found in zip(works, kinds) if found == kind]
-        stock = stock.plus(stock_cost(kind, alike, curves, world_size))
+        num_modules = len({work.load.module for work in alike})
+        stock = stock.plus(stock_cost(kind, alike, curves, world_size, num_modules))
     totals = HotColdTotals.sum(
         HotColdTotals.from_table(works[i], num_hot.get(i, 0), forms[i]) for i in sorted(forms)
     )
@@ -185,7 +197,6 @@ def price_plan(
         step=pricer.price(
             totals,
             stock,
-            num_stock=len(exchanges),
             num_modules=len({works[i].load.module for i in forms}),
             num_packs=num_packs(forms),
             uneven_bags=max_over_mean("table_wise", [works[i].load for i in bags], world_size),

@@ -93,6 +93,9 @@ class Preparation:
             )
         return Preparation(readings)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Preparation, (self.readings, self.num_micro_batches)
+
     @cached_property
     def plan(self) -> str:
         """A name of the tables and of where their features are in a batch."""

@@ -17,6 +17,7 @@ from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.runs.dense_probe import measure_dense
 from torchrec_picasso.app.runs.local_probe import PROBES, measure_local_costs
+from torchrec_picasso.app.runs.pace import Pace
 from torchrec_picasso.app.runs.step_probe import with_step_costs
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import COLLECTIVES
@@ -81,6 +82,7 @@ def calibrate_on_rank(
     device = torch.device("cpu")
     if torch.cuda.is_available() and "nccl" in dist.get_backend(pg):
         device = torch.device("cuda", torch.cuda.current_device())
+    pace = Pace()
     points = num_points(world_size, max_bytes)
     points += (len(PROBES) + 1) * with_local + (config is not None)
     progress = Progress("calibrate", points, shown=rank == 0)
@@ -102,7 +104,7 @@ def calibrate_on_rank(
         curves = dataclasses.replace(curves, measured_on={"gpu": gpu})
     if with_local:
         progress.tell("local work")
-        local = measure_local_costs(device, progress.advance)
+        local = measure_local_costs(device, progress.advance, pace)
         progress.tell("whole steps")
         curves = with_step_costs(dataclasses.replace(curves, local=local), device)
         progress.advance()
@@ -110,6 +112,9 @@ def calibrate_on_rank(
         advance("dense part")
         curves = dataclasses.replace(curves, dense=measure_dense(config, device))
     progress.close()
+    warning = pace.warning(curves.ranks_per_host)
+    if warning is not None:
+        curves = dataclasses.replace(curves, measured_on={**curves.measured_on, "busy": warning})
     return curves
 
 
@@ -134,6 +139,7 @@ def print_curves(curves: CommCurves) -> None:
         costs = getattr(local, side)
         cells = ", ".join(
             f"{phase} {getattr(costs, phase).lookup_element_ns:.2f} per lookup "
+            f"{getattr(costs, phase).bag_element_ns:.2f} per bag "
             f"{getattr(costs, phase).row_element_ns:.2f} per row"
             for phase in PHASES[1:]
         )
@@ -148,3 +154,5 @@ def print_curves(curves: CommCurves) -> None:
             f"  dense part: forward {curves.dense.forward_ms:.1f} ms, backward "
             f"{curves.dense.backward_ms:.1f} ms for {curves.dense.batch_size:,} samples"
         )
+    if "busy" in environment:
+        print(f"warning: {environment['busy']}")

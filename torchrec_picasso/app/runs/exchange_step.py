@@ -53,13 +53,13 @@ def bag_collection(rows_T: Sequence[int], dims_T: Sequence[int]) -> EmbeddingBag
     return collection
 
 
-def one_hot_batch(ids_TB: Tensor) -> KeyedJaggedTensor:
-    """A batch with one id per sample and feature ``c1, c2, ...``, from int64 ids ``(T, B)``."""
-    num_tables, batch_size = ids_TB.shape
+def bag_batch(ids_TBL: Tensor) -> KeyedJaggedTensor:
+    """A batch with L ids per sample and feature ``c1, c2, ...``, from int64 ids ``(T, B, L)``."""
+    num_tables, batch_size, num_ids = ids_TBL.shape
     return KeyedJaggedTensor.from_lengths_sync(
         keys=[f"c{index + 1}" for index in range(num_tables)],
-        values=ids_TB.reshape(-1),
-        lengths=torch.ones(num_tables * batch_size, dtype=torch.int32, device=ids_TB.device),
+        values=ids_TBL.reshape(-1),
+        lengths=torch.full((num_tables * batch_size,), num_ids, dtype=torch.int32),
     )
 
 

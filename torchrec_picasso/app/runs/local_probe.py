@@ -1,9 +1,10 @@
 """Measures the local work of a step with the real sharded modules.
 
 On the CPU the timer is the CPU time of the training thread, which excludes waiting for the network,
-scaled by the slowdown of a busy loop on all ranks that share the cores. An accelerator has no such
-timer: there each rank probes in a group of its own. The shapes vary tables, batch size, columns and
-repetition, so that each coefficient of :class:`LocalWork` can be fitted.
+scaled by the slowdown of a busy loop on all ranks that share the cores (:mod:`.pace`). An
+accelerator has no such timer: there each rank probes in a group of its own. The shapes vary tables,
+batch size, columns, repetition and ids per bag, so that each coefficient of :class:`LocalWork` can
+be fitted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from torchrec_picasso.app.runs.exchange_step import ExchangeStep, bag_collection, one_hot_batch
+from torchrec_picasso.app.runs.exchange_step import ExchangeStep, bag_batch, bag_collection
+from torchrec_picasso.app.runs.pace import Pace
 from torchrec_picasso.app.runs.placements import make_placement
 from torchrec_picasso.cost.local import PHASES, LocalCosts, LocalWork, PhaseCost, SideCosts
 
@@ -25,8 +27,7 @@ _WARMUP_STEPS, _TIMED_STEPS = 2, 5
 _WARMUP_STEPS_SLOW, _TIMED_STEPS_SLOW = 1, 2
 _SLOW_STEP_S = 1.0
 """Fewer steps are taken of probes that the network makes slower than this."""
-_BUSY_S = 0.3
-_TABLES_BYTES = 1 << 29  # far larger than caches and TLB
+_TABLES_BYTES = 1 << 27  # larger than caches and TLB
 _ELEMENT_BYTES = 4
 
 
@@ -36,7 +37,9 @@ class _Probe:
     batch_size: int
     dim: int
     rows_per_sample: float
-    """Rows in use of each table, relative to the batch size; a small ratio repeats ids."""
+    """Rows in use of each table, relative to its lookups; a small ratio repeats ids."""
+    ids: int = 1
+    """Lookups of a bag."""
 
 
 PROBES = (
@@ -48,16 +51,18 @@ PROBES = (
     _Probe(tables=26, batch_size=4096, dim=64, rows_per_sample=1),
     _Probe(tables=26, batch_size=2048, dim=128, rows_per_sample=1 / 8),
     _Probe(tables=26, batch_size=4096, dim=128, rows_per_sample=4),
-    _Probe(tables=26, batch_size=4096, dim=128, rows_per_sample=1 / 2),
     _Probe(tables=26, batch_size=4096, dim=128, rows_per_sample=1 / 8),
-    _Probe(tables=8, batch_size=8192, dim=64, rows_per_sample=1 / 4),
-    _Probe(tables=8, batch_size=2048, dim=128, rows_per_sample=1),
     _Probe(tables=60, batch_size=1024, dim=32, rows_per_sample=2),
+    _Probe(tables=40, batch_size=1024, dim=8, rows_per_sample=1, ids=5),
+    _Probe(tables=26, batch_size=1024, dim=64, rows_per_sample=1 / 4, ids=5),
+    _Probe(tables=26, batch_size=1024, dim=128, rows_per_sample=1, ids=5),
 )
 
 
 def measure_local_costs(
-    device: torch.device | None = None, advance: Callable[[], None] = lambda: None
+    device: torch.device | None = None,
+    advance: Callable[[], None] = lambda: None,
+    pace: Pace | None = None,
 ) -> LocalCosts:
     """Fits the local costs of hot/cold and stock sharding; all ranks return those of the slowest.
 
@@ -66,19 +71,23 @@ def measure_local_costs(
     Args:
         device: Device of the tables; CPU if ``None``.
         advance: Called after each probe.
+        pace: Takes a window before each probe; ``None`` = one of its own.
     """
+    pace = pace or Pace()
     device = device or torch.device("cpu")
     if device.type == "cpu":
-        pg, clock, slowdown = dist.group.WORLD, time.thread_time, _slowdown_by_sharing()
+        pg, clock = dist.group.WORLD, time.thread_time
         assert pg is not None, "init_process_group comes first"
     else:
         groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-        pg, clock, slowdown = groups[dist.get_rank()], time.perf_counter, 1.0
+        pg, clock = groups[dist.get_rank()], time.perf_counter
     measured: dict[str, list[tuple[LocalWork, list[float]]]] = {"hot_cold": [], "table_wise": []}
     for probe in PROBES:
+        pace.sample()
         for placement, results in measured.items():
             results.append(_probe(placement, probe, pg, device, clock))
         advance()
+    slowdown = pace.slowdown(dist.get_world_size()) if device.type == "cpu" else 1.0
     costs = {}
     for placement, results in measured.items():
         works, times = zip(*results)
@@ -86,19 +95,6 @@ def measure_local_costs(
         input_dist, forward, backward = (PhaseCost.fit(works, ms) for ms in phases_ms)
         costs[placement] = SideCosts(input_dist=input_dist, forward=forward, backward=backward)
     return LocalCosts(hot_cold=costs["hot_cold"], stock=costs["table_wise"], measured=True)
-
-
-def _slowdown_by_sharing() -> float:
-    """Wall time over CPU time of a busy loop on all ranks at once. Collective."""
-    numbers = torch.rand(1 << 18)
-    numbers.sort()
-    dist.barrier()
-    wall_s, cpu_s = time.perf_counter(), time.thread_time()
-    while time.thread_time() - cpu_s < _BUSY_S:
-        numbers.sort()
-    ratio = torch.tensor((time.perf_counter() - wall_s) / (time.thread_time() - cpu_s))
-    dist.all_reduce(ratio, dist.ReduceOp.SUM)
-    return max(1.0, float(ratio) / dist.get_world_size())
 
 
 def _probe(
@@ -109,7 +105,8 @@ def _probe(
     clock: Callable[[], float],
 ) -> tuple[LocalWork, list[float]]:
     """Work of a shape, and ms by phase: the median over steps of the slowest rank."""
-    used = max(1, round(probe.batch_size * probe.rows_per_sample))
+    num_ids = probe.batch_size * probe.ids  # of each table
+    used = max(1, round(num_ids * probe.rows_per_sample))
     rows = max(used, _TABLES_BYTES // (probe.tables * probe.dim * _ELEMENT_BYTES))
     collection = bag_collection([rows] * probe.tables, [probe.dim] * probe.tables)
     placement = make_placement(
@@ -122,11 +119,12 @@ def _probe(
     num_warmup, num_timed = _WARMUP_STEPS, _TIMED_STEPS
     index = 0
     while index < num_warmup + num_timed:
-        ids_TB = torch.randint(used, (probe.tables, probe.batch_size), generator=generator)
-        ids_TB *= rows // used  # scatter the rows in use over the table
+        shape = probe.tables, probe.batch_size, probe.ids
+        ids_TBL = torch.randint(used, shape, generator=generator)
+        ids_TBL *= rows // used  # scatter the rows in use over the table
         dist.barrier()
         start_s = time.perf_counter()
-        taken = step.run(one_hot_batch(ids_TB).to(device))
+        taken = step.run(bag_batch(ids_TBL).to(device))
         if index == 0:
             slowest_s = torch.tensor(time.perf_counter() - start_s)
             dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
@@ -134,19 +132,20 @@ def _probe(
                 num_warmup, num_timed = _WARMUP_STEPS_SLOW, _TIMED_STEPS_SLOW
         if index >= num_warmup:
             times.append([getattr(taken, f"{phase}_ms") for phase in PHASES])
-            unique += sum(ids_B.unique().numel() for ids_B in ids_TB) / num_timed
+            unique += sum(ids_BL.unique().numel() for ids_BL in ids_TBL) / num_timed
         index += 1
     del step
     gc.collect()
-    lookups = float(probe.tables * probe.batch_size)
+    bags, lookups = float(probe.tables * probe.batch_size), float(probe.tables * num_ids)
     # expected number of distinct rows in the batches of all ranks
-    updated_per_table = used * (1 - (1 - 1 / used) ** (probe.batch_size * pg.size()))
-    buffered = lookups + 2 * unique if placement_name == "hot_cold" else 2 * lookups
+    updated_per_table = used * (1 - (1 - 1 / used) ** (num_ids * pg.size()))
+    buffered = bags + 2 * unique if placement_name == "hot_cold" else 2 * bags
     work = LocalWork(
         features=probe.tables,
         lookups=lookups,
         rows=unique,
         lookup_elements=lookups * probe.dim,
+        bag_elements=bags * probe.dim,
         row_elements=unique * probe.dim,
         buffer_elements=buffered * probe.dim,
         updated=probe.tables * updated_per_table / pg.size(),

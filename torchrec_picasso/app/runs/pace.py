@@ -1,0 +1,93 @@
+"""Wall time of a busy loop over its CPU time: the cost of shared cores, signs of other programs.
+
+Ranks that share cores slow each other down by the same factor in every window; other programs do so
+in some windows.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from statistics import fmean
+
+import torch
+import torch.distributed as dist
+
+_BUSY_S = 0.05
+_UNEVEN = 1.1
+"""Largest mean ratio of an idle machine, over the slowdown by its ranks alone. Two ranks on two
+idle cores had a ratio of 1.005; beside tests, windows had 1.1 to 6.1."""
+
+
+class Pace:
+    """Wall time over CPU time of a busy loop on all ranks at once, in short windows.
+
+    Args:
+        wall: Timer in seconds.
+        cpu: Timer of this thread's CPU time, seconds.
+    """
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.perf_counter,
+        cpu: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._wall, self._cpu = wall, cpu
+        self._load = os.getloadavg()[0]  # before this measurement
+        self._numbers = torch.rand(1 << 16)
+        self.ratios: list[float] = []
+        """Mean over ranks, by window."""
+
+    def sample(self) -> None:
+        """Measures a window. Collective."""
+        dist.barrier()
+        ratio = torch.tensor(self.own_ratio(), dtype=torch.float64)
+        dist.all_reduce(ratio)
+        self.ratios.append(float(ratio) / dist.get_world_size())
+
+    def own_ratio(self) -> float:
+        """The ratio of this rank in one window."""
+        wall_s, cpu_s = self._wall(), self._cpu()
+        while self._cpu() - cpu_s < _BUSY_S:
+            self._numbers.sort()
+        return (self._wall() - wall_s) / (self._cpu() - cpu_s)
+
+    def slowdown(self, num_ranks: int) -> float:
+        """Slowdown of ranks by sharing cores: the smallest ratio, at most the ranks per core.
+
+        Args:
+            num_ranks: Ranks that may run on the cores of this one.
+        """
+        return max(1.0, min([num_ranks / num_cores(), *self.ratios]))
+
+    def warning(self, num_ranks: int) -> str | None:
+        """Signs that other programs ran, and what to do; ``None`` without signs.
+
+        Args:
+            num_ranks: Ranks on this host.
+        """
+        signs, cores = [], num_cores()
+        if round(self._load) and round(self._load) + num_ranks > cores:
+            signs.append(
+                f"the load average was {self._load:.1f} before {num_ranks} ranks started on "
+                f"{cores} cores"
+            )
+        if self.ratios and fmean(self.ratios) > _UNEVEN * self.slowdown(num_ranks):
+            signs.append(
+                f"a busy loop took {min(self.ratios):.1f} to {max(self.ratios):.1f} times its CPU "
+                "time"
+            )
+        if not signs:
+            return None
+        return (
+            f"other programs used the cores: {' and '.join(signs)}; the curves may be too slow: "
+            "stop them and calibrate again"
+        )
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
