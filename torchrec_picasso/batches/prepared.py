@@ -1,10 +1,10 @@
-"""A batch together with what a data loader prepared of its ids."""
+"""A batch together with its ids, as a data loader read them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torchrec.streamable import Pipelineable
 from torchrec_picasso.ops.id_reader import PackedIds
 
 
-@dataclass(frozen=True, eq=False)
 class PreparedBatch(Pipelineable):
     """A batch and its ids, as read by a :class:`.Preparation`.
 
@@ -22,12 +21,13 @@ class PreparedBatch(Pipelineable):
     trained as they were.
     """
 
-    batch: Any
-    """The user's batch."""
-    plan: str
-    """Name of the plan that the ids were read by."""
-    ids_of: Mapping[tuple[str, ...], PackedIds]
-    """The ids by the names of the modules whose rows travel together."""
+    def __init__(self, batch: Any, plan: str, ids_of: Mapping[tuple[str, ...], PackedIds]) -> None:
+        self.batch = batch
+        """The user's batch."""
+        self.plan = plan
+        """Name of the plan that the ids were read by."""
+        self.ids_of = ids_of
+        """The ids by the names of the modules whose rows travel together."""
 
     def to(
         self,

@@ -1,4 +1,4 @@
-"""What the ids of a batch say by the plan alone: the unique rows, and the lookups of each.
+"""Ids of a batch, as far as the plan alone decides: the unique rows, and the lookups of each.
 
 Of all work on ids this takes most of the time. It depends neither on the hot set nor on other
 ranks, so a data loader may do it ahead of the step, in another process.

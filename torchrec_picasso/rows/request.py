@@ -85,7 +85,7 @@ class RowRequest:
         has_data: False for a placeholder after the end of this rank's data.
         validated: The results of :func:`.valid_features` for the batch, in any order; the header
             reports the lengths that were malformed before.
-        prepared: What a data loader read of the features; read here if it does not fit.
+        prepared: Ids that a data loader read; ids that do not fit are read here again.
     """
 
     header: Header

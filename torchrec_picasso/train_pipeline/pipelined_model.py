@@ -117,7 +117,7 @@ class PipelinedModel:
         self.groups: Sequence[ModuleGroup] = ()
         """The interleaved modules by common exchange; set by :meth:`look_at`."""
         self.preparation = Preparation.build(self.interleaved)
-        """What reads ids in a data loader, in one micro-batch."""
+        """Reads ids in a data loader, for one micro-batch."""
         self.num_prepared = [0, 0]
         """Exchanges of prepared batches whose ids the step read again, and those that used them."""
 

@@ -1,4 +1,4 @@
-"""Reads the ids of batches in a data loader, by what the plan alone says.
+"""Reads the ids of batches in a data loader, as far as the plan alone decides.
 
 Checks, packing and the sort of a batch's ids need no other rank, no row and no hot set, so the
 workers of a ``DataLoader`` may do them, in processes of their own. The step then has the same
@@ -73,7 +73,7 @@ class Preparation:
 
     @staticmethod
     def build(modules: Mapping[str, ScheduledModule]) -> Preparation:
-        """Collects what reads the features of a traced model's modules, in their order."""
+        """Collects how the features of a traced model's modules are read, in their order."""
         numbers: dict[Any, int] = {}
         readings = []
         for name, module in modules.items():
@@ -156,7 +156,7 @@ class Preparation:
 
     @cached_property
     def _readers(self) -> dict[tuple[str, ...], tuple[IdReader | None, list[PackedTable]]]:
-        """What reads the tables of modules that share an exchange, by their names."""
+        """Readers of modules that share an exchange, with their tables, by the modules' names."""
         return {}
 
 
