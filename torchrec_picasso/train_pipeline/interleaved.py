@@ -240,7 +240,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         with naming_ranks, self._watch.measuring(), explained_tracing():
             if self._stock is not None:
                 output: Out = super().progress(self._stock.batches(dataloader_iter, self))
-                num_samples, groups = self._stock.num_samples, list[GroupBatch]()
+                num_samples, groups = self._stock.end_step(), list[GroupBatch]()
             else:
                 inflight = self._take_step(dataloader_iter)
                 num_samples, groups = inflight.num_samples, inflight.groups

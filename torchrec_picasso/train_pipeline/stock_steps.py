@@ -52,8 +52,7 @@ class StockSteps:
         self._batches: UntilAllEnd | None = None
         self._are_data: deque[bool] = deque()
         """Whether each batch in flight is this rank's data, or an empty one after its end."""
-        self.num_samples = 0
-        """Samples of the last batch, for reports; 0 if they cannot be counted."""
+        self._num_samples = 0
 
     @classmethod
     def find(cls, model: nn.Module, *arguments: Any) -> StockSteps | None:
@@ -93,7 +92,7 @@ class StockSteps:
     def _drop_empty(self, pipeline: TrainPipelineSparseDist[Any, Any]) -> bool:
         """Drops the first batches in flight if they are no rank's data. Collective."""
         while len(self._are_data) > len(pipeline.batches):
-            self._are_data.popleft()
+            self._are_data.pop()  # of a batch that could not be copied to the device
         has_dropped = False
         while pipeline.batches and self._is_over(pipeline.contexts[0]):
             has_dropped = True
@@ -122,7 +121,7 @@ class StockSteps:
         """Runs the model; the losses of an empty batch, which only fills up, count nothing."""
         losses, output = self._forward(batch)
         if self._options.on_step is not None:
-            self.num_samples = count_samples(batch) or 0
+            self._num_samples = count_samples(batch) or 0
         if not self._model.training:
             return losses, output
         note_reduction(self._model)
@@ -131,6 +130,11 @@ class StockSteps:
             return self._losses.whole(losses), output
         loss = self._losses.stand_in(losses)
         return (loss * 0.0 if loss.requires_grad else no_gradients(self._model)), output
+
+    def end_step(self) -> int:
+        """Returns the samples of the batch that was trained, for reports; 0 if uncountable."""
+        self._are_data.popleft()
+        return self._num_samples
 
     def forget(self) -> None:
         """Drops a batch that was kept, and what is known of those in flight."""
