@@ -184,6 +184,8 @@ SIGNATURES: dict[str, str] = {
     "KeyedJaggedTensor.record_stream": "stream",
     "KeyedJaggedTensor.split": "segments",
     "KeyedJaggedTensor.to_dict": "compute_offsets",
+    "Multistreamable.record_stream": "stream",
+    "Pipelineable.to": "device, non_blocking",
     "PipelinedForward.__call__": "*input, **kwargs",
     "Proposer.feedback": "partitionable, plan, perf_rating, storage_constraint",
     "Proposer.load": "search_space, enumerator",
@@ -238,6 +240,10 @@ FUNCTIONS: dict[str, str] = {
     "append_prefix": "prefix, name",
     "use_context_for_postprocs": "pipelined_postprocs, next_batch_context",
     "data_type_to_sparse_type": "data_type",
+    "detach_model": (
+        "model, pipelined_modules, original_forwards, original_kjt_dist_forwards, "
+        "pipelined_postprocs"
+    ),
     "get_gradient_division": "",
     "get_state_dict": "embedding_tables, params, pg, destination, prefix",
     "optimizer_multiplier": "optimizer_class, shape",

@@ -120,7 +120,7 @@ def worked_example() -> Lines:
 def _packed(batch: RowRequest) -> list[int]:
     """Packed ids in request order."""
     request = _of_rows(batch)
-    ids: list[int] = request.rows.ids_U[request.located.order_U].tolist()
+    ids: list[int] = request.read.rows.ids_U[request.located.order_U].tolist()
     return ids
 
 
@@ -132,13 +132,13 @@ def _of_rows(batch: RowRequest) -> Any:
 def _of_ids(world: World, batches: Sequence[RowRequest]) -> Lines:
     features = [batch.features for batch in batches]
     requests = [_of_rows(batch) for batch in batches]
-    chunks = [first_use_chunks(r.rows, r.micro_batch_N, NUM_PARTS) for r in requests]
+    chunks = [first_use_chunks(r.read.rows, r.micro_batch_N, NUM_PARTS) for r in requests]
     (route,) = world.groups[0].routes
     hot = route.hot
     chunk_words = [
         [
             "hot" if is_hot else str(int(chunk))
-            for is_hot, chunk in zip(hot.find(r.rows.ids_U.long())[1], c)
+            for is_hot, chunk in zip(hot.find(r.read.rows.ids_U.long())[1], c)
         ]
         for r, c in zip(requests, chunks)
     ]
@@ -159,10 +159,15 @@ def _of_ids(world: World, batches: Sequence[RowRequest]) -> Lines:
             lambda ids: _join(ids),
         ),
         "in bag order, by micro-batch": _each(
-            requests, lambda r: _join(*r.bags.ids_N.split(torch.bincount(r.micro_batch_N).tolist()))
+            requests,
+            lambda r: _join(
+                *r.read.rows.ids_U[r.read.rows.row_of_lookup_N].split(
+                    torch.bincount(r.micro_batch_N).tolist()
+                )
+            ),
         ),
-        "unique rows": _each(requests, lambda r: _join(r.rows.ids_U)),
-        "row of each lookup": _each(requests, lambda r: _join(r.rows.row_of_lookup_N)),
+        "unique rows": _each(requests, lambda r: _join(r.read.rows.ids_U)),
+        "row of each lookup": _each(requests, lambda r: _join(r.read.rows.row_of_lookup_N)),
         "chunk of each unique row": _each(chunk_words, " ".join),
         "request order (hot / chunk 0 / chunk 1)": tuple(map(request_order, ranks)),
         "header to rank 0": _each(sent, lambda words: _join(words[0])),

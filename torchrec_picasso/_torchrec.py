@@ -33,9 +33,16 @@ from torchrec.distributed.train_pipeline.backward_injection import BackwardHookW
 from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineContext
 from torchrec.distributed.train_pipeline.postproc import PipelinedPostproc
 from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
+from torchrec.distributed.train_pipeline.tracing import (
+    GetAttrArgInfoStep,
+    GetItemArgInfoStep,
+    NoopArgInfoStep,
+)
+from torchrec.distributed.train_pipeline.types import ArgInfo
 from torchrec.distributed.train_pipeline.utils import (
     _override_input_dist_forwards as override_input_dist_forwards,
 )
+from torchrec.distributed.train_pipeline.utils import _pipeline_detach_model as detach_model
 from torchrec.distributed.train_pipeline.utils import _rewrite_model as rewrite_model
 from torchrec.distributed.train_pipeline.utils import _start_data_dist as start_data_dist
 from torchrec.distributed.train_pipeline.utils import _wait_for_batch as wait_for_batch

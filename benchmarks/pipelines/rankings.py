@@ -20,6 +20,7 @@ class Standing:
         ratio_by_round: Ratio of each round.
         step_ms: Quartiles: 25, 50 and 75 %.
         cpu_s_per_step: CPU seconds of all ranks.
+        thread_ms: CPU time of a thread that trains, over steps and ranks: quartiles, as above.
         link_bytes_per_step: Bytes of the busiest host; ``None`` on loopback.
         metered_bytes_per_step: Mean over ranks.
         collectives_per_step: That rank 0 takes part in.
@@ -42,6 +43,7 @@ class Standing:
     ratio_by_round: list[float]
     step_ms: tuple[float, float, float]
     cpu_s_per_step: float
+    thread_ms: tuple[float, float, float]
     link_bytes_per_step: float | None
     metered_bytes_per_step: float
     collectives_per_step: float
@@ -77,6 +79,7 @@ def rankings(
             [max(steps) * 1e3 for steps in zip(*(result.blocks[turn].step_s for result in ranks))]
             for turn in range(len(ranks[0].blocks))
         ]
+        thread = quantiles([1e3 * s for block in blocks for s in block.thread_s], n=4)
         low, middle, high = quantiles(itertools.chain.from_iterable(block_step_ms), n=4)
         wall_s = sum(sum(block.step_s) for block in blocks)
         thread_s = sum(sum(block.thread_s) for block in blocks)
@@ -86,6 +89,7 @@ def rankings(
             ratio_by_round=[theirs / s for theirs, s in zip(block_s[best_stock], block_s[name])],
             step_ms=(low, middle, high),
             cpu_s_per_step=sum(median(b.cpu_s for b in result.blocks) for result in ranks),
+            thread_ms=(thread[0], thread[1], thread[2]),
             link_bytes_per_step=_busiest_link_bytes(ranks[::ranks_per_host]),
             metered_bytes_per_step=fmean(result.metered_bytes for result in ranks),
             collectives_per_step=ranks[0].collectives,

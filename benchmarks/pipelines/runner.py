@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipeline
 
@@ -133,7 +134,7 @@ class Runner:
         self._on_links, self._memory = on_links, memory
         self._peak_bytes: int | None = None
         self._placement, self._pipeline = trainer.placement, trainer.pipeline
-        self._batches = _UntilEnded(batches)
+        self._batches = _UntilEnded(_loaded(variant, trainer.pipeline, batches))
         self._steps = trainer.steps(self._batches)
         self._losses: list[Tensor] = []
         self._blocks: list[Block] = []
@@ -238,16 +239,31 @@ def take_turns(runners: Sequence[Runner], settings: Settings, progress: Progress
     progress.close()
 
 
+def _loaded(variant: Variant, pipeline: Any, batches: Sequence[Batch]) -> Iterator[Any]:
+    """Cycles through batches, those of a DataLoader if the variant has one."""
+    if variant.num_workers is None:
+        return itertools.cycle(batches)
+    loader = DataLoader(
+        batches,  # type: ignore[arg-type]
+        batch_size=None,
+        sampler=itertools.cycle(range(len(batches))),
+        collate_fn=pipeline.preparation() if variant.prepares else lambda batch: batch,
+        num_workers=variant.num_workers,
+        multiprocessing_context="fork" if variant.num_workers else None,
+    )
+    return iter(loader)
+
+
 class _UntilEnded:
-    """Cycles through batches until :meth:`end`."""
+    """Gives batches until :meth:`end`."""
 
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        self._batches, self._is_ended = itertools.cycle(batches), False
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches, self._is_ended = batches, False
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         if self._is_ended:
             raise StopIteration
         return next(self._batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ _HELP = (
     "NAME is one of table_wise, row_wise, column_wise, planner, fused, hot_cold, "
     "hot_cold:HOT_ROWS, interleaved, interleaved:MICRO_BATCHES, "
     "interleaved:MICRO_BATCHES:HOT_ROWS, interleaved:MICRO_BATCHES:HOT_ROWS:WAVES, and the same "
-    "with interleaved_no_lookahead; "
+    "with interleaved_no_lookahead, each also with +loadN for a DataLoader of N workers, and with "
+    "+prepareN for one that reads ids ahead; "
     f"MICRO_BATCHES is a number from 1 on or {AUTO}"
 )
 
@@ -38,6 +40,8 @@ class Variant:
         num_micro_batches: Micro-batches of the interleaved pipeline; ``None`` = its own choice.
         lookahead: Lookahead of the interleaved pipeline; ``None`` = its own choice.
         num_waves: Waves that its tables travel in.
+        num_workers: Workers of its DataLoader; ``None`` = its batches are made before.
+        prepares: Whether the DataLoader reads their ids.
     """
 
     name: str
@@ -47,6 +51,8 @@ class Variant:
     num_micro_batches: int | None = None
     lookahead: bool | None = None
     num_waves: int = 1
+    num_workers: int | None = None
+    prepares: bool = False
 
     @property
     def is_stock(self) -> bool:
@@ -70,11 +76,15 @@ def parse_variant(name: str) -> Variant:
     Raises:
         ConfigError: If there is none of this name.
     """
-    kind, *texts = name.split(":")
+    before, plus, loading = name.partition("+")
+    kind, *texts = before.split(":")
     refusal = ConfigError(f"--variants: got {name!r}; {_HELP}")
     if kind not in (*PLACEMENTS, "fused", *_MOST_VALUES) or len(texts) > _MOST_VALUES.get(kind, 0):
         raise refusal
     is_interleaved = kind in ("interleaved", _NO_LOOKAHEAD)
+    loader = re.fullmatch(r"(load|prepare)(\d+)", loading)
+    if plus and (loader is None or not is_interleaved):
+        raise refusal
     is_auto = is_interleaved and texts[:1] == [AUTO]
     numbers = texts[1:] if is_auto else texts
     if not all(text.isdecimal() for text in numbers):
@@ -93,6 +103,8 @@ def parse_variant(name: str) -> Variant:
             hot_rows=hot_rows,
             lookahead=False if kind == _NO_LOOKAHEAD else None,
             num_waves=num_waves or 1,
+            num_workers=None if loader is None else int(loader[2]),
+            prepares=loader is not None and loader[1] == "prepare",
         )
     if kind == "fused":
         return Variant(name=name, placement="", pipeline="fused")

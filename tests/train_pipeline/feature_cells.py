@@ -101,6 +101,8 @@ class Feature:
     """Of both pipelines."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of ours alone."""
+    is_prepared: bool = False
+    """Whether ours gets batches whose ids were read before."""
     num_micro_batches: int | None = 3
     rtol: float = 1e-4
     atol: float = 2e-5
@@ -342,6 +344,8 @@ def _run(
         pipeline = InterleavedTrainPipeline(model, dense, CPU, **options)
     steps = range(NUM_TRAINED + NUM_EVALUATED)
     batches = [batch_of(feature, rank, step, is_ours) for step in steps]
+    if feature.is_prepared and num_micro_batches != 0:
+        batches = list(map(pipeline.preparation(), batches))
     trained = run_to_the_end(pipeline, iter(batches[:NUM_TRAINED]))
     result = result_of_module(model, [], MODULES)
     model.eval()

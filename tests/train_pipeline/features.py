@@ -338,6 +338,7 @@ FEATURES: Sequence[Feature] = (
     Feature("fp16 on the wire forward, bf16 backward", wire=("fp16", "bf16"), **_ROUNDED),
     Feature("DTensors in state dicts (output_dtensor)", output_dtensor=True),
     Feature("KTRegroupAsDict", ("bags",), model=_Regrouped),
+    Feature("ids read by a data loader (preparation())", is_prepared=True),
     Feature("features in a TensorDict", change_batch=_tensor_dict, num_micro_batches=None),
     Feature(
         "managed collision on a table beside",

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from torchrec_picasso._torchrec import TrainPipelineContext, wait_for_batch
 from torchrec_picasso.batches.members import children_of
+from torchrec_picasso.batches.prepared import PreparedBatch
 from torchrec_picasso.batches.split import num_samples, reason_of
 from torchrec_picasso.errors import CompatError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement
@@ -47,6 +48,8 @@ class Fetched:
     refusal: PicassoError | None = None
     """Reason why the batch before stands in for a batch that cannot be trained, or for an empty
     batch that could not be made."""
+    prepared: PreparedBatch | None = None
+    """The batch with its ids, if a data loader read them."""
 
 
 class BatchFeed:
@@ -138,7 +141,11 @@ class BatchFeed:
             batch, context = self._copy_batch(batches)
         except StopIteration:  # TorchRec raises it unless all batches are to be executed
             return None
-        return None if batch is None or context is None else Fetched(batch, context)
+        if batch is None or context is None:
+            return None
+        if isinstance(batch, PreparedBatch):
+            return Fetched(batch.batch, context, prepared=batch)
+        return Fetched(batch, context)
 
 
 def find_data(

@@ -44,8 +44,6 @@ Counts = Sequence[Sequence[int]]
 class Bags:
     """Lookups in bag order."""
 
-    ids_N: Tensor
-    """Packed ids."""
     offsets_S1: Tensor
     """First lookup of each bag, and N; int64."""
     source_N: Tensor | None
@@ -102,8 +100,8 @@ def incoming_bag_order(
 
 def reorder_bags(
     ids_N: Tensor, lengths_S: Tensor, order_S: Tensor | None, source_N: Tensor | None
-) -> Bags:
-    """Puts lookups, given in KeyedJaggedTensor order, in bag order.
+) -> tuple[Tensor, Bags]:
+    """Puts lookups, given in KeyedJaggedTensor order, in bag order; returns their ids too.
 
     ``order_S`` is a result of :func:`bag_order`, ``None`` keeps the order. ``source_N`` is the
     position of each lookup, as per-sample weights require; it is reordered as well.
@@ -116,7 +114,7 @@ def reorder_bags(
         if source_N is not None:
             _, source_N, _ = permute(order_S, old_lengths_S, source_N, None, source_N.numel())
     offsets_S1 = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths_S.to(torch.int64))
-    return Bags(ids_N=ids_N, offsets_S1=offsets_S1, source_N=source_N)
+    return ids_N, Bags(offsets_S1=offsets_S1, source_N=source_N)
 
 
 @dataclass(frozen=True, kw_only=True)

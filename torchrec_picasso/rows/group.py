@@ -80,18 +80,9 @@ class RowGroup:
         if len(groups) == 1:
             return groups[0]
         assert not any(group.is_staggered for group in groups), "waves are of one module"
-        tables: list[PackedTable] = []
-        storages: list[RowStorage] = []
-        for name in ROUTES:
-            num_packs = 0
-            for module, group in enumerate(groups):
-                for route in group._routes_named(name):
-                    tables += [
-                        replace(table, module=module, pack=num_packs + table.pack, wave=0)
-                        for table in route.tables
-                    ]
-                    storages += route.storages
-                    num_packs += len(route.storages)
+        tables = merged_tables([group.tables for group in groups])
+        same = [own for name in ROUTES for group in groups for own in group._routes_named(name)]
+        storages = [storage for own in same for storage in own.storages]
         merged = RowGroup(tables, storages, groups[0].ranks, groups[0].device)
         merged._merged = groups
         merged.follow_hot_rows()
@@ -182,6 +173,21 @@ class RowGroup:
         """Broadcasts every hot row from its home rank to all replicas. Collective."""
         for storage in self.storages:
             storage.fill_replicas()
+
+
+def merged_tables(tables_by_module: Sequence[Sequence[PackedTable]]) -> list[PackedTable]:
+    """Merges the tables of several modules, by route; those of one module stay as they are."""
+    if len(tables_by_module) == 1:
+        return list(tables_by_module[0])
+    merged: list[PackedTable] = []
+    for name in ROUTES:
+        num_packs = 0
+        for module, tables in enumerate(tables_by_module):
+            own = [table for table in tables if table.route == name]
+            packs = [num_packs + table.pack for table in own]
+            merged += [replace(t, module=module, pack=p, wave=0) for t, p in zip(own, packs)]
+            num_packs = max([num_packs, *(pack + 1 for pack in packs)])
+    return merged
 
 
 class RowBuffers:

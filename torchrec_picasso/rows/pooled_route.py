@@ -34,6 +34,7 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import incoming_bag_order, reorder_bags
+from torchrec_picasso.ops.id_reader import PackedIds
 from torchrec_picasso.ops.ids import shift_rows
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
@@ -99,9 +100,12 @@ class PooledRoute(Route):
             )
 
     def read(
-        self, features: KeyedJaggedTensor, sizes_K: Sequence[int | None], first_lookup: int
+        self,
+        features: KeyedJaggedTensor,
+        sizes_K: Sequence[int | None],
+        prepared: PackedIds | None = None,
     ) -> _Request:
-        """Splits the lookups of a batch by pack and home rank."""
+        """Splits the lookups of a batch by pack and home rank; takes nothing prepared."""
         values_N, weights_N = features.values(), features.weights_or_none()
         sizes = [size for size in sizes_K if size is not None]
         # A host sync for the lookups of each feature; from these those by pack and home rank.
@@ -229,7 +233,7 @@ class _Request(RouteRequest):
         *_, first, end = accumulate(self.route.features_by_home[p][: rank + 1], initial=0)
         num_features = end - first
         # From (rank, feature, sample) order to (micro-batch, rank, sample, feature) order.
-        ordered = reorder_bags(
+        home_rows_n, ordered = reorder_bags(
             rows.to(torch.int64),
             lengths,
             keep_for_current_stream(
@@ -263,7 +267,7 @@ class _Request(RouteRequest):
             edges = torch.tensor(by_fetch.edges).to(rows.device, non_blocking=True)
             lookups_E1 = ordered.offsets_S1.index_select(0, edges).tolist()
         return _IncomingBags(
-            home_rows_n=ordered.ids_N,
+            home_rows_n=home_rows_n,
             offsets_S1=ordered.offsets_S1,
             weights_N=weights_N,
             mean_scale_S=mean_scale_S,

@@ -25,6 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.header import Header, HeaderExchange, HeaderWords
 from torchrec_picasso.exchange.packed import PackedAllToAll
+from torchrec_picasso.ops.id_reader import PackedIds
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.route import PackLayout, Pooling
 from torchrec_picasso.rows.valid_features import are_bad, padded, raise_on_bad_input
@@ -84,6 +85,7 @@ class RowRequest:
         has_data: False for a placeholder after the end of this rank's data.
         validated: The results of :func:`.valid_features` for the batch, in any order; the header
             reports the lengths that were malformed before.
+        prepared: Ids that a data loader read; ids that do not fit are read here again.
     """
 
     header: Header
@@ -97,6 +99,7 @@ class RowRequest:
         sizes_K: Sequence[int] | None = None,
         has_data: bool = True,
         validated: Sequence[KeyedJaggedTensor] = (),
+        prepared: PackedIds | None = None,
     ) -> None:
         self._group = group
         self._features_by_module = features_by_module
@@ -116,12 +119,13 @@ class RowRequest:
         if self._weights_N is not None:
             bad_weights = torch.isfinite(self._weights_N).logical_not().sum()
         # The features of a route follow those of the route before it.
-        features_of, self.by_route, first_lookup = [features], [], 0
+        features_of = [features]
         if len(group.routes) > 1:
             features_of = features.split([sum(route.plan.features_M) for route in group.routes])
-        for route, own in zip(group.routes, features_of):
-            self.by_route.append(route.read(own, self._sizes_K, first_lookup))
-            first_lookup += own.values().numel()
+        self.by_route = [
+            route.read(own, self._sizes_K, prepared)
+            for route, own in zip(group.routes, features_of)
+        ]
         self.words = HeaderWords(
             routes=[request.words for request in self.by_route],
             outside_ids=reduce(add, [request.outside_ids for request in self.by_route]),
@@ -132,6 +136,11 @@ class RowRequest:
             most_rows=max(features.values().numel(), features.lengths().numel()),
         )
         self._header_exchange = HeaderExchange(group.ranks, self.words)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether a data loader read the ids of any route."""
+        return any(request.is_prepared for request in self.by_route)
 
     def send_ids(self) -> bool:
         """Waits for the header and sends each cold row's number in the storage of its home rank.

@@ -23,6 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.exchange.all_to_all import Ranks
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
+from torchrec_picasso.ops.id_reader import PackedIds
 from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable, table_bases
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import ExchangeSplits, FetchOrder
@@ -85,12 +86,15 @@ class Route(ABC):
 
     @abstractmethod
     def read(
-        self, features: KeyedJaggedTensor, sizes_K: Sequence[int | None], first_lookup: int
+        self,
+        features: KeyedJaggedTensor,
+        sizes_K: Sequence[int | None],
+        prepared: PackedIds | None = None,
     ) -> RouteRequest:
         """Reads the ids of the route's features in a batch. Sends nothing.
 
         ``sizes_K`` are the samples of each micro-batch, one ``None`` if every feature has its own
-        batch size; ``first_lookup`` is the number of lookups of the batch's earlier features.
+        batch size; ``prepared`` is what a data loader read of these features.
         """
 
 
@@ -102,6 +106,8 @@ class RouteRequest(ABC):
     """What the route contributes to the header."""
     outside_ids: Tensor
     """Number of lookups outside their table, 0-d integer."""
+    is_prepared: bool = False
+    """Whether a data loader read the ids."""
 
     @abstractmethod
     def ids(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:

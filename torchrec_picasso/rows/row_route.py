@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -28,26 +27,22 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import (
-    Bags,
     BatchCut,
-    bag_order,
     count_lookups,
     cut_pooling,
     micro_batch_of_lookup,
-    reorder_bags,
 )
+from torchrec_picasso.ops.id_reader import IdReader, PackedIds, ReadIds
 from torchrec_picasso.ops.ids import pack_bits
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
     FetchOrder,
     LocatedRows,
-    UniqueRows,
     fetch_positions,
     find_fetch_orders,
     first_use_chunks,
     locate_rows,
-    unique_rows,
 )
 from torchrec_picasso.ops.segment_reduction import (
     PoolingIndex,
@@ -56,7 +51,6 @@ from torchrec_picasso.ops.segment_reduction import (
     mean_weights,
     pool_rows,
 )
-from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.route import (
     IncomingRequests,
     PackLayout,
@@ -77,28 +71,22 @@ class RowRoute(Route):
         super().__post_init__()
         # Waves of the placement, and a matrix for neighbouring packs of one dim.
         self.plan = PackPlan.build(self.tables, self.device)
-        self._bag_order = lru_cache(maxsize=1)(partial(bag_order, self.plan, device=self.device))
-        """The permutation of bags, kept for batches of the same sizes."""
+        self._reader = IdReader(self.space, self.plan)
 
     def read(
-        self, features: KeyedJaggedTensor, sizes_K: Sequence[int | None], first_lookup: int
+        self,
+        features: KeyedJaggedTensor,
+        sizes_K: Sequence[int | None],
+        prepared: PackedIds | None = None,
     ) -> _Request:
         """Finds the unique rows of a batch, and puts them in request order."""
-        strides_F = features.stride_per_key()
-        cut = BatchCut.from_strides(strides_F, sizes_K, self.plan)
-        # Packed ids (N,) -> bag order (N,) -> unique rows (U,) -> request order (U,).
-        lookups_F = count_lookups(features.offsets(), strides_F)
-        packed_N, outside_ids = self.space.pack_ids(features.values(), lookups_F)
-        source_N, num_lookups = None, packed_N.numel()
-        if features.weights_or_none() is not None and self.plan.has_pooling:
-            # Weights are those of all features of the batch.
-            end = first_lookup + num_lookups
-            source_N = torch.arange(first_lookup, end, device=packed_N.device)
-        # Whichever stream looked up a batch of these sizes first made it.
-        order_S = keep_for_current_stream(self._bag_order(tuple(sizes_K)))
-        bags = reorder_bags(packed_N, features.lengths(), order_S, source_N)
-        rows = unique_rows(bags.ids_N)
-        lookups_J = count_lookups(bags.offsets_S1, cut.bags_by_run)
+        given = (features, sizes_K, features.weights_or_none() is not None)
+        if prepared is not None and not self._reader.can_use(prepared, *given):
+            prepared = None
+        ids = self._reader.read(*given) if prepared is None else prepared.unpack()
+        rows, num_lookups = ids.rows, features.values().numel()
+        cut = BatchCut.from_strides(features.stride_per_key(), sizes_K, self.plan)
+        lookups_J = count_lookups(ids.bags.offsets_S1, cut.bags_by_run)
         micro_batch_N = chunk_U = None
         # With one micro-batch all rows are in chunk 0, so no chunk has to be computed.
         if cut.num_micro_batches > 1:
@@ -113,12 +101,12 @@ class RowRoute(Route):
         ]
         return _Request(
             words=RouteWords(sent, kept=[located.counts_PQ.reshape(-1), lookups_J]),
-            outside_ids=outside_ids,
+            outside_ids=ids.outside_ids,
+            is_prepared=prepared is not None,
             route=self,
             sizes_K=sizes_K,
             cut=cut,
-            bags=bags,
-            rows=rows,
+            read=ids,
             located=located,
             micro_batch_N=micro_batch_N,
         )
@@ -131,9 +119,7 @@ class _Request(RouteRequest):
     route: RowRoute
     sizes_K: Sequence[int | None]
     cut: BatchCut
-    bags: Bags
-    """Packed ids in bag order."""
-    rows: UniqueRows
+    read: ReadIds
     located: LocatedRows
     """The unique rows in request order."""
     micro_batch_N: Tensor | None
@@ -207,8 +193,8 @@ class _Request(RouteRequest):
             rows_M.append(start)
         # Lookups are summed over the runs of a micro-batch: cut_pooling sees whole micro-batches.
         index_KM = cut_pooling(
-            self.bags,
-            self.rows,
+            self.read.bags,
+            self.read.rows,
             self.located,
             fetch_positions(self.located, [(p.hot_slots, p.outgoing_by_fetch) for p in packs]),
             self.cut,

@@ -113,7 +113,9 @@ class InFlight:
             for inflight in before:
                 context = self._feed.create_context()
                 context.postproc_fwd_results = inflight.context.postproc_fwd_results
-                fetched = Fetched(inflight.batch, context, inflight.has_data, inflight.refusal)
+                fetched = Fetched(
+                    inflight.batch, context, inflight.has_data, inflight.refusal, inflight.prepared
+                )
                 again = self._prepared(fetched)
                 again.full_outputs = inflight.full_outputs
                 self._add(again)
@@ -295,9 +297,11 @@ class InFlight:
         A batch of few samples, or one that cannot be split, becomes the first micro-batch, and the
         others are empty. Other ranks may still split theirs.
         """
-        batch = fetched.batch
+        batch, prepared = fetched.batch, fetched.prepared
+        if prepared is not None and prepared.plan != self._taken.preparation.plan:
+            fetched = replace(fetched, prepared=None)  # of another model
         with self._id_stream.working():
-            self._id_stream.take_batch(batch)
+            self._id_stream.take_batch(batch if prepared is None else prepared)
             features_of, num_samples = self._taken.read(batch, fetched.context)
             sizes_K = micro_batch_sizes(num_samples, setting.num_micro_batches)
             micro_batches_K = [batch, *[None] * (setting.num_micro_batches - 1)]

@@ -8,6 +8,7 @@ loop: every row is updated once per batch, from the sum of its gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +43,7 @@ from torchrec_picasso.train_pipeline.options import (
     refuse_overrides,
 )
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
+from torchrec_picasso.train_pipeline.preparation import Preparation
 from torchrec_picasso.train_pipeline.rewrite import (
     explained_tracing,
     replace_regroups,
@@ -325,9 +327,25 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if self._stock is not None:
             self._stock.forget()
 
-    def _take_over(self, batch: In, context: TrainPipelineContext) -> None:
-        """Takes over the sharded modules of the model. Collective."""
-        found = PipelinedModel(
+    def preparation(self) -> Preparation:
+        """Returns a function that reads the ids of a batch ahead of its step, in any process.
+
+        Before the first step the model is traced for it, without a batch. Sequences are prepared
+        for the current number of micro-batches.
+
+        Raises:
+            CompatError: If the model cannot be traced.
+        """
+        if self._stock is not None:
+            return Preparation()
+        taken = self._taken
+        if taken is None:
+            taken = self._trace(None, TrainPipelineContext())
+            taken.release(self._model)
+        return replace(taken.preparation, num_micro_batches=self.num_micro_batches)
+
+    def _trace(self, batch: In | None, context: TrainPipelineContext) -> PipelinedModel:
+        return PipelinedModel(
             self._model,
             batch,
             context,
@@ -335,6 +353,10 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             device=self._device,
             pipeline_postproc=self._pipeline_postproc,
         )
+
+    def _take_over(self, batch: In, context: TrainPipelineContext) -> None:
+        """Takes over the sharded modules of the model. Collective."""
+        found = self._trace(batch, context)
         self._pipelined_modules = found.pipelined
         self._original_forwards = found.original_forwards
         self._pipelined_postprocs = found.postproc_modules

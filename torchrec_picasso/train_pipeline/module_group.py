@@ -16,6 +16,7 @@ from torchrec.distributed.types import LazyAwaitable, LazyNoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.batches.join import join_outputs
+from torchrec_picasso.batches.prepared import PreparedBatch
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.batch_rows import MicroBatchRows
 from torchrec_picasso.rows.group import RowGroup
@@ -49,7 +50,7 @@ class ModuleGroup:
         for name, module in self.modules.items():
             features = features_of[name]
             self.row_group.check(features)
-            weighted[_is_weighted(module, features.weights_or_none() is not None)].append(name)
+            weighted[is_weighted(module, features.weights_or_none() is not None)].append(name)
             if self._is_odd:
                 check_inverse_indices(features)
         if all(weighted.values()):
@@ -64,6 +65,7 @@ class ModuleGroup:
         features_of: Mapping[str, KeyedJaggedTensor],
         sizes_K: Sequence[int],
         has_data: bool,
+        prepared: PreparedBatch | None = None,
     ) -> RowRequest:
         """Starts to request the rows that a batch's features look up, by module. Collective."""
         validated = [valid_features(features_of[name]) for name in self.modules]
@@ -73,8 +75,9 @@ class ModuleGroup:
         sizes: Sequence[int] | None = sizes_K
         if self._is_odd:  # VBE rows belong to no micro-batch
             by_module, sizes = list(map(VariableBatchFeatures.pad, by_module, validated)), None
+        ids = None if prepared is None else prepared.ids_of.get(tuple(self.modules))
         with torch.no_grad():
-            return RowRequest(self.row_group, by_module, sizes, has_data, validated)
+            return RowRequest(self.row_group, by_module, sizes, has_data, validated, ids)
 
     def output(
         self, name: str, acquired: Sequence[tuple[MicroBatchRows, int]]
@@ -90,9 +93,17 @@ class ModuleGroup:
         return LazyNoWait(join_outputs([output.wait() for output in outputs], sizes))
 
 
-def _is_weighted(module: ScheduledModule, has_weights: bool) -> bool:
+def is_weighted(module: ScheduledModule, has_weights: bool) -> bool:
     """Whether weights travel with the module's ids; sequences have no use for them."""
     return module.group.plan.has_pooling and (has_weights or isinstance(module, ProcessedModule))
+
+
+def peers_of(name: str, module: ScheduledModule) -> tuple[Any, ...]:
+    """Returns what is equal for modules that can share an exchange, whatever their features."""
+    # One exchange needs one process group and one wire precision; a module with several waves has
+    # its own name in the key, so it travels alone.
+    ranks = module.group.ranks
+    return (ranks.pg, *ranks.wire, name if module.group.is_staggered else None)
 
 
 def group_modules(
@@ -103,12 +114,8 @@ def group_modules(
     The input of ``weighted`` modules has per-sample weights; ``odd`` ones have VBE features.
     """
     alike: dict[Any, dict[str, ScheduledModule]] = {}
-    # All ranks build the same keys. One exchange needs one process group and one wire precision;
-    # a module with several waves has its own name in the key, so it travels alone.
+    # All ranks build the same keys.
     for name, module in modules.items():
-        ranks = module.group.ranks
-        is_weighted = _is_weighted(module, name in weighted)
-        alone = name if module.group.is_staggered else None
-        key = (name in odd, ranks.pg, *ranks.wire, is_weighted, alone)
+        key = (name in odd, *peers_of(name, module), is_weighted(module, name in weighted))
         alike.setdefault(key, {})[name] = module
     return [ModuleGroup(group, is_odd=is_odd) for (is_odd, *_), group in alike.items()]

@@ -100,8 +100,11 @@ class Operations:
     def _send_header(self, inflight: InFlightBatch) -> None:
         """Starts the header exchanges, and the input dists of non-interleaved modules."""
         for group in self.taken.groups:
-            request = group.request(inflight.features_of, inflight.sizes_K, inflight.has_data)
+            features_of, prepared = inflight.features_of, inflight.prepared
+            request = group.request(features_of, inflight.sizes_K, inflight.has_data, prepared)
             inflight.groups.append(GroupBatch(group, request))
+            if prepared is not None:
+                self.taken.num_prepared[request.is_prepared] += 1
         if self.taken.plain:
             self.taken.start_plain(inflight)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -15,6 +15,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso._torchrec import (
     TrainPipelineContext,
+    detach_model,
     override_input_dist_forwards,
     rewrite_model,
     start_data_dist,
@@ -35,6 +36,7 @@ from torchrec_picasso.train_pipeline.model_parts import (
     why_whole_batches,
 )
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup, group_modules
+from torchrec_picasso.train_pipeline.preparation import Preparation
 from torchrec_picasso.train_pipeline.rewrite import InterleavedForward, Postprocs, explained_tracing
 
 _ODD_BATCH = (
@@ -114,6 +116,10 @@ class PipelinedModel:
         """Facts about the first batch; set by :meth:`look_at`."""
         self.groups: Sequence[ModuleGroup] = ()
         """The interleaved modules by common exchange; set by :meth:`look_at`."""
+        self.preparation = Preparation.build(self.interleaved)
+        """Reads ids in a data loader, for one micro-batch."""
+        self.num_prepared = [0, 0]
+        """Exchanges of prepared batches whose ids the step read again, and those that used them."""
 
     def _take_apart(self, name: str, module: HotColdModule) -> None:
         """Splits a module: its hot/cold tables are interleaved, its stock tables are not."""
@@ -186,6 +192,11 @@ class PipelinedModel:
         num_samples = next((count for count in counts if count is not None), 1)
         odd = [name for name, stride in strides.items() if stride != num_samples]
         return features_of, num_samples, odd
+
+    def release(self, model: nn.Module) -> None:
+        """Restores the model's own forwards."""
+        originals = self.original_forwards, self.original_dist_forwards, self.postproc_modules
+        detach_model(model, self.pipelined, *originals)
 
     def was_written(self) -> bool:
         """Whether home rows were written from outside, on this rank."""
@@ -303,7 +314,14 @@ class PipelinedModel:
                 for name in self.plain
             ),
             *(f"{name}: not pipelined: {why}" for name, (why, _) in self._unpipelined.items()),
+            *self._prepared_line(),
         ]
+
+    def _prepared_line(self) -> Iterator[str]:
+        """Describes the use of prepared batches, if there were any."""
+        again, used = self.num_prepared
+        if again or used:
+            yield f"ids prepared by the data loader: used {used} times, read again {again} times"
 
 
 def _how(group: ModuleGroup, name: str) -> str:
