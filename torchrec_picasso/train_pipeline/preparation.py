@@ -58,8 +58,8 @@ class Preparation:
     """Reads the ids of a batch ahead of its step: ``prepare(batch)``, in any process.
 
     Made by :meth:`.InterleavedTrainPipeline.preparation`, for the ``collate_fn`` of a
-    ``DataLoader`` or a line before ``progress``. It can be pickled, and holds names and sizes of
-    the tables: no weights, no hot rows, no process group.
+    ``DataLoader`` with workers; without these it saves nothing. It can be pickled, and holds names
+    and sizes of the tables: no weights, no hot rows, no process group.
 
     Prepared are hot/cold tables that travel as rows. The step itself reads the ids of other tables,
     of features that a module makes ahead of the model (``pipeline_postproc``) or that have their
