@@ -25,7 +25,7 @@ from tests.support.pretended_device import (
     on_device,
     on_host,
 )
-from torchrec_picasso.ops import segment_reduction
+from torchrec_picasso.ops import id_reader, segment_reduction
 from torchrec_picasso.ops.bags import bag_order
 from torchrec_picasso.rows import row_route
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
@@ -236,7 +236,7 @@ def test_a_device_trains_as_the_cpu(kind: str, num_parts: int) -> None:
 
 
 def test_a_mix_and_a_wait_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = row_route.unique_rows
+    find = id_reader.unique_rows
 
     def careless(ids_N: Tensor) -> Any:
         segment_reduction.mean_scale(ids_N.float(), torch.ones(ids_N.numel()) > 0)
@@ -244,7 +244,7 @@ def test_a_mix_and_a_wait_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return find(ids_N)
 
     plain = measure(2, 1, 1, lookahead=False)
-    monkeypatch.setattr(row_route, "unique_rows", careless)
+    monkeypatch.setattr(id_reader, "unique_rows", careless)
     device = measure(2, 1, 1, lookahead=False)
     assert not plain.mixed
     (mixed,) = device.mixed

@@ -5,7 +5,7 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from tests.rows.worlds import features_of, make_world
-from tests.support.pretended_device import PretendedDevice, on_device
+from tests.support.pretended_device import PretendedDevice, in_place_of_the_device, on_device
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.rows.request import RowRequest
@@ -95,7 +95,7 @@ def test_on_a_device_the_header_tells_what_a_reorder_hides(change: int) -> None:
     lengths[0] += change
     requests = []
     for rank, group in enumerate(map(on_device, world.groups)):
-        with PretendedDevice() as device:
+        with in_place_of_the_device(), PretendedDevice() as device:
             of_rank = KeyedJaggedTensor(
                 keys=[given.keys()[ORDER.index(place)] for place in range(len(ORDER))],
                 values=on_device(given.values()),
