@@ -9,8 +9,8 @@ import torch
 
 from torchrec_picasso.batches.feed import Fetched, IdStream
 from torchrec_picasso.schedule.schedule import Setting
+from torchrec_picasso.train_pipeline.batch_queue import BatchQueue
 from torchrec_picasso.train_pipeline.cuts import Cuts
-from torchrec_picasso.train_pipeline.in_flight import InFlight
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle
 from torchrec_picasso.train_pipeline.options import PipelineOptions
 
@@ -18,13 +18,13 @@ from torchrec_picasso.train_pipeline.options import PipelineOptions
 def test_whole_batches_are_logged_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="torchrec_picasso")
     cuts = Cuts(None, None, torch.device("cpu"))
-    taken = SimpleNamespace(
+    pipelined = SimpleNamespace(
         why_whole_batches=lambda: "a BatchNorm1d compares samples",
         planned_micro_batches=None,
         look=SimpleNamespace(num_samples=512),
         interleaved={"tables": None},
     )
-    cuts.begin(SimpleNamespace(taken=taken))  # type: ignore[arg-type]  # nothing else is asked
+    cuts.begin(SimpleNamespace(pipelined=pipelined))  # type: ignore[arg-type]  # nothing else is asked
     assert "batches are trained whole: a BatchNorm1d compares samples" in caplog.text
     assert cuts.current == Setting(1, True)
 
@@ -35,7 +35,7 @@ def test_the_library_adds_no_handlers() -> None:
 
 def test_a_batch_that_cannot_be_split_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="torchrec_picasso")
-    taken: Any = SimpleNamespace(
+    pipelined: Any = SimpleNamespace(
         read=lambda batch, context: ({}, 8),
         plain={},
         shares_rows=True,
@@ -44,7 +44,7 @@ def test_a_batch_that_cannot_be_split_is_logged_once(caplog: pytest.LogCaptureFi
     )
     cuts: Any = SimpleNamespace(current=Setting(2, True))
     nothing: Any = None
-    in_flight = InFlight(
+    queue = BatchQueue(
         torch.nn.Linear(1, 1),
         cast(Any, SimpleNamespace()),
         PipelineOptions(),
@@ -52,9 +52,9 @@ def test_a_batch_that_cannot_be_split_is_logged_once(caplog: pytest.LogCaptureFi
         Lifecycle(),
         IdStream(None, None),
     )
-    in_flight.work_with(cast(Any, SimpleNamespace(taken=taken)))
+    queue.work_with(cast(Any, SimpleNamespace(pipelined=pipelined)))
     for _ in range(2):
-        inflight = in_flight._prepared(Fetched({"ids": object()}, nothing))
+        inflight = queue._prepared(Fetched({"ids": object()}, nothing))
         assert inflight.sizes_K == [8, 0]
     (record,) = caplog.records
     assert "do not know how to cut object by samples" in record.getMessage()

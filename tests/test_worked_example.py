@@ -86,19 +86,19 @@ def worked_example() -> Lines:
     world = _world()
     before = _request(world, BEFORE)
     for request in before:
-        request.send_ids()
+        request.send_row_numbers()
     for request in before:
-        request.receive_ids()
+        request.receive_row_numbers()
     requests = _request(world, THIS)
     lines = _of_ids(world, requests)
     sent = [rank.sent_elements for rank in world.ranks]
     for request in requests:
-        request.send_ids()
-    lines["bytes of ids sent"] = tuple(
+        request.send_row_numbers()
+    lines["bytes of row numbers sent"] = tuple(
         str(4 * (rank.sent_elements - n)) for rank, n in zip(world.ranks, sent)
     )
     for request in requests:
-        request.receive_ids()
+        request.receive_row_numbers()
     for request, earlier in zip(requests, before):
         request.send_dirty_mask(earlier)
     layouts = [request.lay_out() for request in requests]
@@ -190,16 +190,16 @@ def _of_layouts(packs: Sequence[PackLayout], request_order: Sequence[list[int]])
     def fetch_order(rank: int) -> str:
         pack, ids = packs[rank], torch.tensor(request_order[rank])
         num_hot = pack.hot_slots.numel()
-        cold = pack.outgoing_by_fetch.arrange(ids[num_hot:])
-        fetched = _cut(cold, map(pack.outgoing_by_fetch.rows, exchanges))
+        cold = pack.wanted_by_fetch.arrange(ids[num_hot:])
+        fetched = _cut(cold, map(pack.wanted_by_fetch.slice_of, exchanges))
         return _join(ids[:num_hot], *fetched)
 
     def from_the_other(rank: int) -> str:
         pack, ids = packs[rank], torch.tensor(request_order[rank])
-        cold = pack.outgoing_by_fetch.arrange(ids[pack.hot_slots.numel() :])
+        cold = pack.wanted_by_fetch.arrange(ids[pack.hot_slots.numel() :])
         received = []
-        for exchange, counts_W in enumerate(pack.outgoing_by_fetch.counts_EW):
-            by_rank = cold[pack.outgoing_by_fetch.rows(exchange)].split(counts_W)
+        for exchange, counts_W in enumerate(pack.wanted_by_fetch.counts_EW):
+            by_rank = cold[pack.wanted_by_fetch.slice_of(exchange)].split(counts_W)
             received.append(by_rank[1 - rank])
         return _join(*received)
 
@@ -207,7 +207,9 @@ def _of_layouts(packs: Sequence[PackLayout], request_order: Sequence[list[int]])
     return {
         "home rows asked of it (chunk 0 / chunk 1)": _each(
             packs,
-            lambda p: _join(*_cut(p.requests.home_rows_n, map(p.incoming.rows, range(NUM_PARTS)))),
+            lambda p: _join(
+                *_cut(p.requests.home_row_numbers_n, map(p.served.slice_of, range(NUM_PARTS)))
+            ),
         ),
         "fetch order (hot / clean / dirty 0 / dirty 1)": tuple(map(fetch_order, ranks)),
         "rows that come over the wire (clean / dirty 0 / dirty 1)": tuple(
@@ -258,7 +260,7 @@ def _of_update(
         *_, grads = of_batch.arrived(0)
         arrived.append(grads.clone())
         of_batch._pending_P[0] = [_Over()]  # the update waits for nothing more
-        assert len(grads) == pack.incoming.num_rows + pack.touched.slots_t.numel()
+        assert len(grads) == pack.served.num_rows + pack.touched.slots_t.numel()
     for group, of_batch in zip(world.groups, gradients):
         update_rows(group, [of_batch])
     replicas = [group.storages[0].tables.weights.replicas[:, 0] for group in world.groups]
@@ -267,8 +269,8 @@ def _of_update(
     return {
         "gradients at home (chunk 0 / chunk 1 / replica)": tuple(
             _join(
-                *_cut(grads[:, 0], map(pack.incoming.rows, range(NUM_PARTS))),
-                grads[pack.incoming.num_rows :, 0],
+                *_cut(grads[:, 0], map(pack.served.slice_of, range(NUM_PARTS))),
+                grads[pack.served.num_rows :, 0],
             )
             for grads, pack in zip(arrived, packs)
         ),

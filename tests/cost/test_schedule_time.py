@@ -68,7 +68,7 @@ def test_depth_first_the_wire_never_waits_for_a_second_forward() -> None:
     # part 0 have arrived (12). Otherwise the wire waits for backward of part 1 (8 + 1 + 2).
     times = times_of(forward=[1, 1], backward=[2, 2], send_gradients=[4, 4], fetch_dirty=[4, 4])
     setting = Setting(2, lookahead=True)
-    assert step_price(setting, times, shares_rows=False).step_ms == pytest.approx(16)
+    assert step_price(setting, times, forwards_first=False).step_ms == pytest.approx(16)
     assert step_price(setting, times).step_ms == pytest.approx(19)
 
 

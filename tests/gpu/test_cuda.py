@@ -56,7 +56,9 @@ def test_partition_is_the_same_as_on_cpu() -> None:
         packed_N, num_outside = space.pack_ids(rows_N.to(device), lookups_F.to(device))
         assert num_outside == 0
         located = locate_rows(unique_rows(packed_N).ids_U, space, hot)
-        parts.append((located.target_U.cpu(), located.counts_PQ.cpu(), located.is_used_H.cpu()))
+        parts.append(
+            (located.storage_row_U.cpu(), located.counts_PQ.cpu(), located.is_used_H.cpu())
+        )
     torch.testing.assert_close(parts[1], parts[0], rtol=0, atol=0)
 
 

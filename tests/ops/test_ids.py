@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable, pack_bits
+from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable, bits_to_words
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def test_the_union_of_all_ranks_slots_is_found_by_pack(num_hot: int, num_ranks: 
     touched_WH = torch.tensor(
         [[rng.random() < 0.1 for _ in range(num_hot)] for _ in range(num_ranks)], dtype=torch.bool
     ).view(num_ranks, num_hot)
-    bits_WX = np.stack([pack_bits(mask_H).numpy() for mask_H in touched_WH])
+    bits_WX = np.stack([bits_to_words(mask_H).numpy() for mask_H in touched_WH])
     assert bits_WX.shape == (num_ranks, -(-num_hot // 64))
     union_t = touched_WH.any(0).nonzero().flatten()
     for starts in ((0, num_hot), (0, num_hot // 3, num_hot)):

@@ -61,8 +61,8 @@ def _request(world: World, of_ranks: Sequence[tuple[Bags, list[int]]]) -> list[R
         RowRequest(group, [features_of(world, bags)], sizes_K)
         for group, (bags, sizes_K) in zip(world.groups, of_ranks)
     ]
-    assert all(_everywhere(requests, RowRequest.send_ids))
-    _everywhere(requests, RowRequest.receive_ids)
+    assert all(_everywhere(requests, RowRequest.send_row_numbers))
+    _everywhere(requests, RowRequest.receive_row_numbers)
     return requests
 
 
@@ -211,8 +211,8 @@ def test_rows_of_another_hot_set_are_never_served() -> None:
     group = world.groups[0]
     bags = [[[0]] for t in world.tables for _ in t.feature_names]
     request = RowRequest(group, [features_of(world, bags)])
-    request.send_ids()
-    request.receive_ids()
+    request.send_row_numbers()
+    request.receive_row_numbers()
     (route,) = group.routes
     route.hot = type(route.hot)(route.hot.ids_H, route.hot.start_P1, epoch=1)
     with pytest.raises(AssertionError, match="another hot set"):

@@ -115,14 +115,14 @@ def test_on_a_device_the_header_tells_what_a_reorder_hides(change: int) -> None:
     at_fault, other = requests
     if not change:
         with PretendedDevice():
-            assert at_fault.send_ids()
+            assert at_fault.send_row_numbers()
         return
     own = f"lengths that sum to {10 + change}, but 10 values"
     with pytest.raises(InputError, match=own), PretendedDevice():
-        at_fault.send_ids()
+        at_fault.send_row_numbers()
     others = "rank 0 holds lengths that do not fit its values"
     with pytest.raises(InputError, match=others), PretendedDevice():
-        other.send_ids()
+        other.send_row_numbers()
 
 
 def test_a_feature_of_less_than_no_lookups_is_not_cut() -> None:

@@ -42,14 +42,14 @@ def test_of_two_that_share_no_rows_the_first_sends_gradients_before_the_second_r
     num_waves: int,
 ) -> None:
     setting = Setting(2, lookahead=True)
-    schedule = training_schedule(setting, num_waves=num_waves, shares_rows=False)
-    ran = ("forward", "send_ids", "backward", "send_gradients")
+    schedule = training_schedule(setting, num_waves=num_waves, forwards_first=False)
+    ran = ("forward", "send_row_numbers", "backward", "send_gradients")
     order = [(op.kind, op.index, op.wave) for op in schedule if op.kind in ran]
     waves = range(num_waves) if num_waves > 1 else [None]
     assert order == [
         ("forward", 0, None),
         ("backward", 0, None),
-        ("send_ids", None, None),
+        ("send_row_numbers", None, None),
         *(("send_gradients", 0, wave) for wave in waves),
         ("forward", 1, None),
         ("backward", 1, None),
@@ -59,11 +59,13 @@ def test_of_two_that_share_no_rows_the_first_sends_gradients_before_the_second_r
     assert fetched == [(index, wave) for index in (0, 1) for wave in waves]
     for number in (1, 3, 4):  # only two run depth first
         setting = Setting(number, lookahead=True)
-        assert training_schedule(setting, shares_rows=False).ops == training_schedule(setting).ops
+        assert (
+            training_schedule(setting, forwards_first=False).ops == training_schedule(setting).ops
+        )
 
 
 def test_micro_batches_that_share_rows_never_run_depth_first() -> None:
-    ops = training_schedule(Setting(2, lookahead=True), shares_rows=False).ops
+    ops = training_schedule(Setting(2, lookahead=True), forwards_first=False).ops
     with pytest.raises(PlanError, match="runs backward 0 before backward 1, which it needs"):
         Schedule(ops).check()
 
@@ -188,9 +190,11 @@ def test_the_frame_has_a_line_per_operation() -> None:
 
 def test_a_schedule_is_checked_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost_layout(batch: int, setting: Setting) -> list[Op]:
-        return [Op("lay_out", batch), Op("receive_ids", batch)]
+        return [Op("lay_out", batch), Op("receive_row_numbers", batch)]
 
     training_schedule.cache_clear()
-    monkeypatch.setattr(schedule_module, "_ids_arrive", lost_layout)
-    with pytest.raises(PlanError, match="before receive_ids of the batch after, which it needs"):
+    monkeypatch.setattr(schedule_module, "_row_numbers_arrive", lost_layout)
+    with pytest.raises(
+        PlanError, match="before receive_row_numbers of the batch after, which it needs"
+    ):
         training_schedule(Setting(2, lookahead=True))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tests.sharding.jobs import OPTIMIZERS, Job, Table, build
 from tests.support.shared_run import run_once
 from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.storage.row_storage import RowStorage
+from torchrec_picasso.storage.row_storage import HotHomes, RowStorage, TouchedHot
 from torchrec_picasso.storage.row_uses import RowUses
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
 
@@ -50,6 +50,11 @@ def _kernel(job: Job = JOB) -> HotColdKernel:
     return kernel
 
 
+def _touched(storage: RowStorage, slots_t: np.ndarray) -> TouchedHot:
+    (touched,) = HotHomes.touched([storage.hot_homes], [slots_t])
+    return touched
+
+
 def _all_rows(storage: RowStorage) -> Tensor:
     """A copy of the homes' weights, then the replicas'."""
     return torch.cat([storage._homes, storage._replicas])
@@ -70,7 +75,7 @@ def one_update_per_row(two_tables: bool) -> None:
             grads_mD = torch.randn(5, 4)
             # row 1 comes twice, as from two ranks; slot 2 is a replica; nothing else may move
             rows_n = torch.tensor([1, 7, 1, 8], dtype=torch.int32)
-            storage.update(rows_n, storage.hot_homes.touched(np.array([2])), grads_mD.clone())
+            storage.update(rows_n, _touched(storage, np.array([2])), grads_mD.clone())
             summed = {1: grads_mD[0] + grads_mD[2], 7: grads_mD[1], 8: grads_mD[3]}
             home_of_2 = int(storage.hot_homes.own_row_H[2])
             for row in (NUM_HOME + 2, home_of_2):
@@ -94,7 +99,7 @@ def life_of_a_replica(two_tables: bool) -> None:
     assert not storage.was_written()
 
     every_slot, no_row = (
-        storage.hot_homes.touched(np.arange(NUM_HOT)),
+        _touched(storage, np.arange(NUM_HOT)),
         torch.empty(0, dtype=torch.int64),
     )
     before = homes[own].clone()
@@ -135,7 +140,7 @@ def cold_rows_are_updated_though_they_were_written(two_tables: bool) -> None:
     """Where no row is hot an update goes on, and makes no write unseen."""
     kernel = _kernel(dataclasses.replace(JOB, placement={"*": 0}))
     storage = kernel.rows
-    nothing = storage.hot_homes.touched(np.arange(0))
+    nothing = _touched(storage, np.arange(0))
     storage.update(torch.tensor([1]), nothing, torch.ones(1, 4))
     assert not storage.was_written()
     with torch.no_grad():
@@ -202,7 +207,7 @@ def a_step_without_rows_counts(two_tables: bool) -> None:
     for rows_n, slots_h in ((torch.tensor([1]), none), (none, none), (none, torch.tensor([2]))):
         before = _all_rows(storage)
         num_rows = len(rows_n) + len(slots_h)
-        storage.update(rows_n, storage.hot_homes.touched(slots_h.numpy()), torch.ones(num_rows, 4))
+        storage.update(rows_n, _touched(storage, slots_h.numpy()), torch.ones(num_rows, 4))
         num_moved = num_rows + len(slots_h)  # a hot row moves at home too
         assert int((_all_rows(storage) != before).any(1).sum()) == num_moved
         counts.append(int(storage.tables.tbe.iter))

@@ -31,7 +31,17 @@ CPU, DEVICE = torch.device("cpu"), torch.device("meta")
 _LIBRARY = str(Path(torchrec_picasso.__file__).parent)
 _TESTS = str(Path(__file__).parents[1])
 
-_FREE = ("empty", "view", "detach", "alias", "lift", "split", "_reshape_alias", "record_stream")
+_FREE = (
+    "empty",
+    "new_empty",
+    "view",
+    "detach",
+    "alias",
+    "lift",
+    "split",
+    "_reshape_alias",
+    "record_stream",
+)
 _KERNELS = {
     **dict.fromkeys(("sort", "argsort", "permute_1D_sparse_data", "unique_dim", "_unique2"), 6),
     **dict.fromkeys(("nonzero", "nonzero_static", "masked_select", "masked_scatter_"), 4),

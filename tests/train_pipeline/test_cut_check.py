@@ -229,7 +229,7 @@ SETTINGS = [Setting(1, lookahead=True)] * NUM_BATCHES
 def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[Cuts, list[Any]]:
     """Cuts whose clock counts its stamps, and the spans that they record."""
     cuts, spans, ticks = Cuts(None, None, torch.device("cpu")), [], count()
-    cuts._evidence = SimpleNamespace(taken=SimpleNamespace(pg=None))  # type: ignore[assignment]
+    cuts._evidence = SimpleNamespace(pipelined=SimpleNamespace(pg=None))  # type: ignore[assignment]
     monkeypatch.setattr(cuts._clock, "stamp", lambda: next(ticks))
     monkeypatch.setattr(cuts._choice, "note_step", lambda _, span, *__: spans.append(span))
     return cuts, spans

@@ -213,8 +213,8 @@ def _clean_rows(rank: int, world_size: int, lookahead: bool) -> list[list[int]]:
     found = []
     for _ in IDS_OF_STEPS[1:]:
         pipeline.progress(batches)
-        (group,) = pipeline._in_flight.first.groups
-        order = group.rows.layout.packs[0].outgoing_by_fetch
+        (group,) = pipeline._queue.first.groups
+        order = group.rows.layout.packs[0].wanted_by_fetch
         found.append(order.counts_EW[CLEAN])
     return found
 

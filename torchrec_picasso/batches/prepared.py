@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchrec.streamable import Pipelineable
 
-from torchrec_picasso.ops.id_reader import PackedIds
+from torchrec_picasso.ops.id_reader import PreparedIds
 
 
 class PreparedBatch(Pipelineable):
@@ -21,7 +21,9 @@ class PreparedBatch(Pipelineable):
     trained as they were.
     """
 
-    def __init__(self, batch: Any, plan: str, ids_of: Mapping[tuple[str, ...], PackedIds]) -> None:
+    def __init__(
+        self, batch: Any, plan: str, ids_of: Mapping[tuple[str, ...], PreparedIds]
+    ) -> None:
         self.batch = batch
         """The user's batch."""
         self.plan = plan

@@ -188,7 +188,7 @@ def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> di
 
 def hot_cold_memory_bytes(works: Sequence[TableWork], num_hot: Sequence[float]) -> dict[str, float]:
     """Predicts the bytes of hot/cold tables per rank: weights and optimizer state in ``home`` and
-    ``replica``, the optimizer state in both, and ``buffers`` of outgoing and fetched rows, pooled
+    ``replica``, the optimizer state in both, and ``buffers`` of sent and fetched rows, pooled
     output, and their gradients."""
     home = replica = optimizer = buffers = 0.0
     for work, hot in zip(works, num_hot):
@@ -198,6 +198,6 @@ def hot_cold_memory_bytes(works: Sequence[TableWork], num_hot: Sequence[float]) 
         replica += hot * load.row_bytes
         state_bytes = load.row_bytes * (load.optimizer_share / (1 + load.optimizer_share))
         optimizer += (at_home + hot) * state_bytes
-        # 4: fetched and outgoing rows with gradients; 2: output and gradient
+        # 4: fetched and sent rows with gradients; 2: output and gradient
         buffers += (4 * work.unique + 2 * load.bags) * load.dim * _WIRE_BYTES
     return {"home": home, "replica": replica, "optimizer": optimizer, "buffers": buffers}

@@ -68,13 +68,13 @@ def step_price(
     times: Mapping[tuple[str, int | None], OpTime],
     shares_of_waves: tuple[float, ...] = (1.0,),
     *,
-    shares_rows: bool = True,
+    forwards_first: bool = True,
 ) -> StepPrice:
     """Simulates steps of the training schedule.
 
     ``times`` has durations by kind and index, over all waves; missing operations take no time.
     ``shares_of_waves`` has the share of the work and of the bytes in each wave of packs.
-    ``shares_rows`` is that of :func:`.training_schedule`.
+    ``forwards_first`` is that of :func:`.training_schedule`.
 
     Raises:
         PlanError: If an operation that does not send has a message.
@@ -83,7 +83,7 @@ def step_price(
         if time.message is not None and not KINDS[kind].sends:
             raise PlanError(f"{kind} was given a message, but it does not send")
     machine, num_waves = _Machine(), len(shares_of_waves)
-    schedule = training_schedule(setting, num_waves=num_waves, shares_rows=shares_rows)
+    schedule = training_schedule(setting, num_waves=num_waves, forwards_first=forwards_first)
     timed = []
     for op, slots in zip(schedule, _awaited(schedule)):
         time = times.get((op.kind, op.index), OpTime())

@@ -85,14 +85,14 @@ class StepPricer:
         if not totals.features:
             return self.sparse_dist(stock)
         shares = _shares_of_waves(totals, num_bag_waves)
-        shares_rows = bool(totals.unique)  # bags are of one sample
+        forwards_first = bool(totals.unique)  # bags are of one sample
         prices = []
         for count in self._micro_batch_counts:
             setting = Setting(count, lookahead=True)
             times = self._times(totals, count, num_modules, num_packs, uneven_bags)
-            last = backward_order(setting, shares_rows)[-1]
+            last = backward_order(setting, forwards_first)[-1]
             self._add_stock(times, stock, last)
-            prices.append(step_price(setting, times, shares, shares_rows=shares_rows))
+            prices.append(step_price(setting, times, shares, forwards_first=forwards_first))
         best = min(prices, key=lambda price: (price.step_ms, price.num_micro_batches))
         return _longer(best, self.curves.local.hot_cold.step_ms)
 
@@ -154,7 +154,7 @@ class StepPricer:
 
         times: dict[tuple[str, int | None], OpTime] = {
             ("send_header", None): exchange(sent["header"], (1 - _LAYOUT_SHARE) * local.ids_ms),
-            ("send_ids", None): exchange(sent["ids"] * uneven),
+            ("send_row_numbers", None): exchange(sent["ids"] * uneven),
             ("send_dirty_mask", None): exchange(totals.cold * _MARK_BYTES),
             ("lay_out", None): OpTime(_LAYOUT_SHARE * local.ids_ms),
             ("fetch_clean", None): rows(max(0.0, 1 - sum(dirty_K))),

@@ -53,13 +53,13 @@ class HeaderWords:
     """Whether this rank's batch comes from its data, even if it has no samples."""
     looks_up_nothing: bool = False
     """Whether this rank's batch has no lookup; such a batch may have no samples."""
-    most_rows: int = 0
+    most_asked: int = 0
     """A bound of the rows, or of the bags, that this rank's batch asks for."""
 
     def to_send(self, world_size: int) -> Tensor:
         """Builds the message to each rank, own words before those of routes: int64, ``(W, X)``."""
         state = _HAS_DATA * self.has_data + _LOOKS_UP_NOTHING * self.looks_up_nothing
-        state += _STATES * self.most_rows
+        state += _STATES * self.most_asked
         state_word = torch.full_like(self.outside_ids, state)
         # bad_lengths may be a device tensor; its bit is then added without a host sync.
         if isinstance(self.bad_lengths, Tensor):
@@ -94,7 +94,7 @@ class Header:
     """Whether any rank's batch contains data, rather than a placeholder after the data's end."""
     any_looks_up_nothing: bool
     """Whether any rank's batch has no lookup."""
-    most_rows: int
+    most_asked: int
     """A bound of the rows that any rank's batch asks for, equal on all ranks."""
 
 
@@ -136,7 +136,7 @@ class HeaderExchange:
             bad_lengths_W=[bool(state & _BAD_LENGTHS) for state in states_W],
             any_data=any(state & _HAS_DATA for state in states_W),
             any_looks_up_nothing=any(state & _LOOKS_UP_NOTHING for state in states_W),
-            most_rows=max(states_W) // _STATES,
+            most_asked=max(states_W) // _STATES,
         )
 
 

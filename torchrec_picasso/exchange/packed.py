@@ -45,16 +45,17 @@ class Payload(NamedTuple):
 class PackedAllToAll:
     """Sends the rows of all payloads to the ranks that they are grouped by; starts at construction.
 
-    Collective: all ranks create the object and wait for it in the same order. ``most_rows`` is a
-    bound of the rows that a rank sends, equal on all ranks. Without a codec the wire has the
-    precision of the payloads.
+    Collective: all ranks create the object and wait for it in the same order. ``most_asked``
+    is the most rows that one rank asks for: equal on all ranks, so that all choose the same way to
+    send, and no bound of what a home rank sends. Without a codec the wire has the precision of the
+    payloads.
     """
 
     def __init__(
         self,
         ranks: Ranks,
         payloads: Sequence[Payload],
-        most_rows: int,
+        most_asked: int,
         codec: QuantizedCommCodec | None = None,
     ) -> None:
         sent_P, sent_PW, received_P, received_PW = zip(*payloads)
@@ -78,7 +79,7 @@ class PackedAllToAll:
         )
         self._wire_in = wire_in  # the work object need not keep its input alive
         self._has_ended = False
-        most_sent = most_rows * max(dims_P)
+        most_sent = most_asked * max(dims_P)
         self._work = ranks.start_all_to_all(self._wire_out, wire_in, receive_W, send_W, most_sent)
 
     def wait(self) -> None:
@@ -107,7 +108,7 @@ class HotReduction:
     not in the sum, hence not updated, whatever the optimizer's decay.
 
     Collective: all ranks create the object and wait for it in the same order. Costs an all-reduce
-    of the outputs, none when they are empty, and two copies with several packs.
+    of the outputs, none when they are empty, and a copy with several packs.
 
     Args:
         ranks: This rank and its peers.
@@ -125,15 +126,17 @@ class HotReduction:
         outputs_P: Sequence[Tensor],
     ) -> None:
         self._outputs_P = outputs_P
-        # Scatter (h, D) into (t, D): rows that only other ranks touched contribute zero.
-        for output, positions, grads in zip(outputs_P, positions_P, grads_P):
-            output.zero_()
-            output[positions] = grads
         # One all-reduce for all packs; with one pack the output itself is the buffer.
+        sizes_P = [output.numel() for output in outputs_P]
         if len(outputs_P) == 1:
-            self._flat = outputs_P[0].view(-1)
+            self._flat = outputs_P[0].view(-1).zero_()
         else:
-            self._flat = torch.cat([output.reshape(-1) for output in outputs_P])
+            self._flat = outputs_P[0].new_zeros(sum(sizes_P))
+        # Scatter (h, D) into (t, D): rows that only other ranks touched contribute zero.
+        for sums, output, positions, grads in zip(
+            self._flat.split(sizes_P), outputs_P, positions_P, grads_P
+        ):
+            sums.view_as(output)[positions] = grads
         self._work = ranks.start_sum(self._flat) if self._flat.numel() else None
 
     def wait(self) -> None:
@@ -142,9 +145,9 @@ class HotReduction:
             wait_for(self._work)
             self._work = None
             if len(self._outputs_P) > 1:
-                sizes_P = [output.numel() for output in self._outputs_P]
-                for output, sums in zip(self._outputs_P, self._flat.split(sizes_P)):
-                    output.copy_(sums.view_as(output))
+                _cut_by_rank(
+                    self._flat, self._outputs_P, [[len(output)] for output in self._outputs_P]
+                )
 
 
 _Counts = Sequence[Sequence[int]]

@@ -206,12 +206,12 @@ def cut_pooling(
     bags: Bags,
     rows: UniqueRows,
     located: LocatedRows,
-    row_position_U: Tensor,
+    fetch_position_U: Tensor,
     cut: BatchCut,
     *,
     micro_batch_N: Tensor | None,
     lookups_MK: Counts,
-    rows_M: Sequence[int],
+    num_rows_M: Sequence[int],
 ) -> list[list[PoolingIndex]]:
     """Splits the pooling of a batch into the pooling of its micro-batches.
 
@@ -219,11 +219,11 @@ def cut_pooling(
         bags: Lookups of the whole batch in bag order.
         rows: Unique rows of the batch, by matrix.
         located: The unique rows in request order.
-        row_position_U: Position of each unique row among the fetched rows, int64.
+        fetch_position_U: Position of each unique row among the fetched rows, int64.
         cut: The micro-batches.
         micro_batch_N: Result of :func:`micro_batch_of_lookup`; ``None`` for one micro-batch.
         lookups_MK: Number of lookups, on the host.
-        rows_M: Number of rows.
+        num_rows_M: Number of rows.
 
     Returns:
         The pooling by micro-batch and matrix.
@@ -234,11 +234,11 @@ def cut_pooling(
     """
     offsets_S1 = bags.offsets_S1
     # Shape (N,), in bag order: the fetched row of each lookup, counted over all matrices.
-    row_of_lookup_N = row_position_U.index_select(0, rows.row_of_lookup_N)
+    row_of_lookup_N = fetch_position_U.index_select(0, rows.row_of_lookup_N)
     lookups_KM = [list(counts) for counts in zip(*lookups_MK)]
     # groups_KM: number of distinct rows.
     if micro_batch_N is None:
-        grouped, groups_KM = _group_whole(rows, located), [list(rows_M)]
+        grouped, groups_KM = _group_whole(rows, located), [list(num_rows_M)]
     else:
         grouped, groups_KM = _group_by_micro_batch(rows, located, micro_batch_N, lookups_KM)
     # Shape (N,): the bag of each lookup, from bag order to lookups grouped by row. In a sequence
@@ -250,9 +250,9 @@ def cut_pooling(
     # Bags and lookups are ordered by (matrix, micro-batch), groups and their lookups by
     # (micro-batch, matrix): hence two index computations below.
     bag_at, lookup_at = _edges(cut.bags_by_micro_batch), _edges(lookups_MK)
-    row_at = [0, *accumulate(rows_M)]
+    row_at = [0, *accumulate(num_rows_M)]
     group_at, grouped_at = _edges(groups_KM), _edges(lookups_KM)
-    num_micro_batches, num_matrices = len(groups_KM), len(rows_M)
+    num_micro_batches, num_matrices = len(groups_KM), len(num_rows_M)
 
     def pooling(k: int, matrix: int) -> tuple[dict[str, int], PoolingIndex]:
         index = matrix * num_micro_batches + k
@@ -341,7 +341,7 @@ def _group_by_micro_batch(
     grouped = _Grouped(
         lookups_N,
         torch.cat([start_G, edges[-1:]]),
-        gradient_position_G=located.position_U.index_select(0, row_G),
+        gradient_position_G=located.request_position_U.index_select(0, row_G),
     )
     return grouped, groups_KM
 

@@ -36,7 +36,7 @@ class ReadIds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedIds:
+class PreparedIds:
     """The ids of a batch in one tensor, which another process receives in a third of the time.
 
     All integers have the type of the packed ids, since each megabyte costs 0.4 ms.
@@ -48,13 +48,13 @@ class PackedIds:
     sizes: tuple[int, ...]
 
     @staticmethod
-    def pack(ids: ReadIds) -> PackedIds:
+    def pack(ids: ReadIds) -> PreparedIds:
         """Packs ids."""
         rows = ids.rows
         parts = [rows.ids_U, rows.counts_U, rows.row_of_lookup_N, rows.lookups_by_row_N]
         parts += [ids.bags.offsets_S1, ids.outside_ids.view(1)]
         parts += [] if ids.bags.source_N is None else [ids.bags.source_N]
-        return PackedIds(
+        return PreparedIds(
             values=torch.cat([part.to(rows.ids_U.dtype) for part in parts]),
             lengths=tuple(map(len, parts)),
             sizes=ids.sizes,
@@ -113,7 +113,7 @@ class IdReader:
 
     def can_use(
         self,
-        ids: PackedIds,
+        ids: PreparedIds,
         features: KeyedJaggedTensor,
         sizes_K: Sequence[int | None],
         is_weighted: bool,

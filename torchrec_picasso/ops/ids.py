@@ -192,7 +192,7 @@ class HotSlots:
         return slot_U, self.ids_H.index_select(0, candidate_U) == ids_U
 
     def touched(self, bits_WX: np.ndarray) -> list[np.ndarray]:
-        """Finds the hot slots that any rank's batch uses, from its :func:`pack_bits` on the host.
+        """Finds the hot slots that any rank's batch uses, from :func:`bits_to_words` on the host.
 
         Slots of each pack ascend, are counted from 0 in the pack, and are on the host.
         """
@@ -254,7 +254,7 @@ def run_of(end_J: Tensor, num: int) -> Tensor:
     return torch.searchsorted(end_J, torch.arange(num, device=end_J.device), right=True)
 
 
-def pack_bits(mask_H: Tensor) -> Tensor:
+def bits_to_words(mask_H: Tensor) -> Tensor:
     """Packs a bool mask into int64 words of 64 bits each, little-endian."""
     if not mask_H.numel():
         return mask_H.new_empty(0, dtype=torch.int64)

@@ -159,11 +159,11 @@ def unique_rows(ids_N: Tensor) -> UniqueRows:
 
 
 CLEAN = 0
-"""Number of the exchange of all clean rows in fetch order."""
+"""Index of the exchange of all clean rows in fetch order."""
 
 
 def dirty_exchange(chunk: int) -> int:
-    """Returns the number in fetch order of the exchange of a chunk's dirty rows."""
+    """Returns the index in fetch order of the exchange of a chunk's dirty rows."""
     return 1 + chunk
 
 
@@ -171,13 +171,14 @@ def dirty_exchange(chunk: int) -> int:
 class LocatedRows:
     """The unique rows of a batch in request order."""
 
-    target_U: Tensor
-    """Where each row is stored, int64: hot slot, or row in the home rank's storage of the pack."""
+    storage_row_U: Tensor
+    """Where each row, in request order, is stored, int64: hot slot, or row in the home rank's
+    storage of the pack."""
     counts_PQ: Tensor
     """Number of rows by pack and segment (replicas, then home ranks by chunk), Q = 1 + K W."""
     order_U: Tensor
     """Index among the ascending ids of each row in request order, int64."""
-    position_U: Tensor
+    request_position_U: Tensor
     """Inverse of ``order_U``: request position of each ascending id, int64."""
     is_used_H: Tensor
     """Whether this rank's batch uses a hot slot, bool."""
@@ -202,7 +203,7 @@ def locate_rows(
     O(U log(T W) + U log H) time, no host sync.
     """
     ids_U = ids_U.to(torch.int64)
-    block_U, target_U = space.find_blocks(ids_U)
+    block_U, storage_row_U = space.find_blocks(ids_U)
     # A segment is a run of request order. Each pack has 1 + K W segments: the replicas, then the
     # home ranks of chunk 0, of chunk 1, ... So segment = pack * (1 + K W) + 1 + chunk * W + home
     # rank, and pack * (1 + K W) alone for a hot row.
@@ -216,19 +217,19 @@ def locate_rows(
     if hot.num_rows:
         slot_U, is_hot_U = hot.find(ids_U)
         segment_U = torch.where(is_hot_U, replicas_TW.index_select(0, block_U), segment_U)
-        target_U = torch.where(is_hot_U, slot_U, target_U)
+        storage_row_U = torch.where(is_hot_U, slot_U, storage_row_U)
         is_used_H1[torch.where(is_hot_U, slot_U, hot.num_rows)] = True
     # Rows ascend within a segment because tables of one pack are side by side and ascend at each
     # home rank; the sort by segment must therefore be stable.
     order_U, counts = _sort_by_segment(segment_U, space.num_packs * per_pack)
     # Inverse permutation of order_U.
-    position_U = torch.empty_like(order_U)
-    position_U.scatter_(0, order_U, torch.arange(order_U.numel(), device=order_U.device))
+    request_position_U = torch.empty_like(order_U)
+    request_position_U.scatter_(0, order_U, torch.arange(order_U.numel(), device=order_U.device))
     return LocatedRows(
-        target_U=target_U.index_select(0, order_U),
+        storage_row_U=storage_row_U.index_select(0, order_U),
         counts_PQ=counts.view(space.num_packs, per_pack),
         order_U=order_U,
-        position_U=position_U,
+        request_position_U=request_position_U,
         is_used_H=is_used_H1[:-1],
     )
 
@@ -250,7 +251,7 @@ class ExchangeSplits:
         """Number of rows of all exchanges."""
         return self.edges[-1]
 
-    def rows(self, exchange: int) -> slice:
+    def slice_of(self, exchange: int) -> slice:
         """Position of the rows of one exchange."""
         return slice(self.edges[exchange], self.edges[exchange + 1])
 
@@ -317,7 +318,7 @@ def fetch_positions(located: LocatedRows, packs: Sequence[tuple[Tensor, FetchOrd
     cold rows in fetch order.
     """
     if all(cold.order_n is None for _, cold in packs):
-        return located.position_U
+        return located.request_position_U
     positions, start = [], 0
     # Fetch position of each row in request order, shape (U,). Hot rows are read locally and keep
     # their order.
@@ -331,7 +332,7 @@ def fetch_positions(located: LocatedRows, packs: Sequence[tuple[Tensor, FetchOrd
             in_order = torch.empty_like(in_order).scatter_(0, cold.order_n, in_order)
         positions.append(in_order)
     # From request order to ascending id.
-    return torch.cat(positions).index_select(0, located.position_U)
+    return torch.cat(positions).index_select(0, located.request_position_U)
 
 
 def _sort_by_segment(segment_n: Tensor, num_segments: int) -> tuple[Tensor, Tensor]:

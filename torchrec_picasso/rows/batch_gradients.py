@@ -1,11 +1,11 @@
 """The gradients of one batch's rows: summed over micro-batches, sent to home ranks, applied once.
 
-Backward runs from the last micro-batch to the first, so the gradients of a chunk are complete right
-after its micro-batch. Gradients that arrive at the home rank, and the sums for the
-replicas, are kept until the update, which applies each row's gradient once.
+The gradients of a chunk are complete once every micro-batch that uses its rows has run backward
+(``schedule/schedule.py``). Gradients that arrive at the home rank, and the sums for the replicas,
+are kept until the update, which applies each row's gradient once.
 
-Shape letters: K micro-batches and chunks, M matrices, P packs; n and m rows of an exchange, t
-touched hot rows, D dim.
+Shape letters: K micro-batches and chunks, M matrices, P packs; n home rows that ranks asked for, t
+touched hot rows, m = n + t, D dim.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ from torchrec_picasso.storage.row_storage import TouchedHot
 
 
 class BatchGradients:
-    """Gradients of one batch in one backward."""
+    """Gradients of one batch."""
 
     def __init__(self, group: RowGroup, layout: RowLayout) -> None:
         self._group = group
         self._layout = layout
         self._sums: Matrices | None = None
-        self._sums_M: list[Tensor | None] = [None] * len(layout.rows_M)
-        # One matrix per pack, shape (m + t, D): gradients of home rows, then sums for touched
-        # replicas.
+        self._sums_M: list[Tensor | None] = [None] * len(layout.num_rows_M)
+        # One matrix per pack, shape (m, D): gradients of home rows, then sums for touched replicas.
         buffers_P = [group.buffers_M[pack.matrix] for pack in layout.packs]
-        rows_P = [pack.incoming.num_rows + pack.touched.slots_t.numel() for pack in layout.packs]
-        self._at_home = Matrices(buffers_P, rows_P)
+        num_rows_P = [pack.served.num_rows + pack.touched.slots_t.numel() for pack in layout.packs]
+        self._arrived_P = Matrices(buffers_P, num_rows_P)
         self._pending_P: list[list[PackedAllToAll | HotReduction]] = [[] for _ in layout.packs]
         self._packs_left = set(range(len(layout.packs)))
 
     def add(self, micro_batch: int, grads_M: Sequence[Tensor], module: int = 0) -> None:
         """Adds the gradients of a micro-batch's rows, ``(n, D_m)`` by matrix of the module.
 
-        Those of an unsplit batch are the sums.
+        With one micro-batch they are the sums.
         """
         matrices = self._group.plan.modules[module]
         if len(self._layout.sizes_K) == 1:  # gradients are in request order
@@ -49,7 +48,7 @@ class BatchGradients:
                 self._sums_M[matrix] = grads
             return
         if self._sums is None:
-            self._sums = Matrices(self._group.buffers_M, self._layout.rows_M)
+            self._sums = Matrices(self._group.buffers_M, self._layout.num_rows_M)
             self._sums_M = [sums.zero_() for sums in self._sums.tensors]
         for matrix, grads in zip(matrices, grads_M):
             sums, pooling = self._sums_M[matrix], self._layout.pooling_KM[micro_batch][matrix]
@@ -59,30 +58,30 @@ class BatchGradients:
     def send(self, chunk: int, wave: int | None = None) -> None:
         """Starts sending the gradients of a chunk to the home ranks. Collective.
 
-        Requires that the micro-batch of the chunk, and all later micro-batches, have run backward.
+        Requires that every micro-batch that uses the chunk's rows has run backward.
         """
-        packs, at_home = self._in_wave(wave)
+        packs, grads_P = self._in_wave(wave)
         if not packs:
             return
-        # Outgoing gradients of the chunk are a slice of the sums, incoming ones a slice of the home
-        # matrix: both are in request order, so no reordering is needed.
+        # A chunk is a slice of the sums here and of the gradients at the home rank: both are in
+        # request order, so no reordering is needed.
         payloads = [
             Payload(
-                self._sums_of(pack)[pack.cold_slice][pack.outgoing.rows(chunk)],
-                pack.outgoing.counts_EW[chunk],
-                home[pack.incoming.rows(chunk)],
-                pack.incoming.counts_EW[chunk],
+                self._sums_of(pack)[pack.cold_slice][pack.wanted.slice_of(chunk)],
+                pack.wanted.counts_EW[chunk],
+                grads_mD[pack.served.slice_of(chunk)],
+                pack.served.counts_EW[chunk],
             )
-            for pack, home in zip(packs, at_home)
+            for pack, grads_mD in zip(packs, grads_P)
         ]
         ranks = self._group.ranks
         self._pend(
-            wave, PackedAllToAll(ranks, payloads, self._layout.most_rows, ranks.gradient_codec)
+            wave, PackedAllToAll(ranks, payloads, self._layout.most_asked, ranks.gradient_codec)
         )
 
     def reduce_hot(self, wave: int | None = None) -> None:
         """Starts summing the gradients of touched replicas over all ranks. Collective."""
-        packs, at_home = self._in_wave(wave)
+        packs, grads_P = self._in_wave(wave)
         if not any(pack.touched.slots_t.numel() for pack in packs):  # on all ranks alike
             return
         # This rank's h hot rows are a subset of the t touched rows of all ranks; searchsorted gives
@@ -91,7 +90,7 @@ class BatchGradients:
             self._group.ranks,
             [self._sums_of(pack)[pack.hot_slice] for pack in packs],
             [torch.searchsorted(pack.touched.slots_t, pack.hot_slots) for pack in packs],
-            [home[pack.incoming.num_rows :] for pack, home in zip(packs, at_home)],
+            [grads_mD[pack.served.num_rows :] for pack, grads_mD in zip(packs, grads_P)],
         )
         self._pend(wave, reduction)
 
@@ -101,15 +100,15 @@ class BatchGradients:
             self._pending_P[p].append(pending)
 
     def _in_wave(self, wave: int | None) -> tuple[list[PackLayout], list[Tensor]]:
-        """Returns the packs of a wave, and their gradients at home."""
+        """Returns the packs of a wave, and the gradients that arrive for their rows."""
         wanted = self._group.plan.packs_of(wave)
-        return [self._layout.packs[p] for p in wanted], [self._at_home.tensors[p] for p in wanted]
+        return [self._layout.packs[p] for p in wanted], [self._arrived_P.tensors[p] for p in wanted]
 
     def _sums_of(self, pack: PackLayout) -> Tensor:
         """Returns the sums of the pack's matrix; zeros if no micro-batch ran backward."""
         sums = self._sums_M[pack.matrix]
         if sums is None:
-            shape = self._layout.rows_M[pack.matrix], self._group.plan.dim_M[pack.matrix]
+            shape = self._layout.num_rows_M[pack.matrix], self._group.plan.dim_M[pack.matrix]
             sums = self._sums_M[pack.matrix] = torch.zeros(
                 shape, dtype=torch.float32, device=self._group.device
             )
@@ -118,22 +117,22 @@ class BatchGradients:
     def arrived(self, p: int) -> tuple[IncomingRequests, TouchedHot, Tensor]:
         """Waits for all gradients of pack ``p``.
 
-        Returns its incoming requests, its touched hot rows, and the gradients of both, ``(m + t,
-        D)``.
+        Returns the requests for its home rows, its touched hot rows, and the gradients of both,
+        ``(m, D)``.
         """
         assert self._pending_P[p], "gradients are sent and reduced before the update"
         for pending in self._pending_P[p]:
             pending.wait()
         self._pending_P[p] = []
         pack = self._layout.packs[p]
-        return pack.requests, pack.touched, self._at_home.tensors[p]
+        return pack.requests, pack.touched, self._arrived_P.tensors[p]
 
     def end(self, p: int) -> bool:
         """Marks the gradients of pack ``p`` as used; the last pack frees the memory, gives True."""
         self._packs_left.discard(p)
         if self._packs_left:
             return False
-        self._at_home.release()
+        self._arrived_P.release()
         if self._sums is not None:
             self._sums.release()
         self._sums_M = [None] * len(self._sums_M)
@@ -165,7 +164,7 @@ def update_rows(
         # Rows of untrained modules are counted and released as well.
         for batch, pack in zip(gradients, packs):
             if storage.uses is not None:
-                storage.uses.count(pack.requests.home_rows_n, pack.hot_slots)
+                storage.uses.count(pack.requests.home_row_numbers_n, pack.hot_slots)
             are_updated = batch.end(p)
     return are_updated
 
@@ -175,7 +174,7 @@ def _joined(
 ) -> tuple[IncomingRequests, TouchedHot, Tensor]:
     """Merges the requests, hot rows and gradients of several batches, home rows before hot rows."""
     requests, touched, grads = zip(*arrived)
-    # Each gradient is (m + t, D): the first m rows belong to home rows, the rest to hot rows.
-    home = [grad[: own.by_fetch.num_rows] for grad, own in zip(grads, requests)]
-    hot = [grad[own.by_fetch.num_rows :] for grad, own in zip(grads, requests)]
+    # Each gradient is (n + t, D): the first n rows belong to home rows, the rest to hot rows.
+    home = [grad[: own.served_by_fetch.num_rows] for grad, own in zip(grads, requests)]
+    hot = [grad[own.served_by_fetch.num_rows :] for grad, own in zip(grads, requests)]
     return requests[0].joined(requests), TouchedHot.joined(touched), torch.cat([*home, *hot])

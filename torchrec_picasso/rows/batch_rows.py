@@ -1,9 +1,8 @@
 """The rows of one batch: fetched from home ranks, read from replicas, provided for pooling.
 
-Forward of micro-batch j needs the chunks up to j; clean rows
-may be fetched before the update of the batch before (``ops/row_order.py``). The plan may also split
-packs into waves. Communication that no computation hides is then staggered: one wave is on the wire
-while another is gathered or updated (PICASSO's K-Interleaving).
+``ops/row_order.py`` explains chunks, clean and dirty rows. The plan may also split packs into
+waves. Communication that no computation hides is then staggered: one wave is on the wire while
+another is gathered or updated (PICASSO's K-Interleaving).
 
 Shape letters: K micro-batches and chunks, M matrices, P packs, N lookups.
 """
@@ -41,9 +40,9 @@ class BatchRows:
         assert layout.hot_epoch == group.hot_epoch, "slots are those of another hot set"
         self.group = group
         self.layout = layout
-        self._matrices = Matrices(group.buffers_M, layout.rows_M)
+        self._matrices = Matrices(group.buffers_M, layout.num_rows_M)
         self._arrivals: list[tuple[int, set[int], PackedAllToAll]] = []
-        """Exchanges in progress: number in fetch order, packs, handle."""
+        """Exchanges in progress: index in fetch order, packs, handle."""
         self.modules_left = len(group.plan.modules)
         """Modules that still need the rows."""
         self.tracked: set[int] = set()
@@ -55,14 +54,11 @@ class BatchRows:
         Distinct, ascending, int64, shape ``(n,)``. One host sync on CUDA.
         """
         pack = self.layout.packs[self.group.storages.index(storage)]
-        rows = [pack.requests.home_rows_n.to(torch.int64), pack.touched.own_rows_o]
+        rows = [pack.requests.home_row_numbers_n.to(torch.int64), pack.touched.own_rows_o]
         return torch.cat(rows).unique()
 
     def fetch(self, chunk: int | None = None, wave: int | None = None) -> None:
-        """Starts fetching the dirty rows of a chunk; without one, all clean rows. Collective.
-
-        Clean rows are those that the batch before does not update.
-        """
+        """Starts fetching the dirty rows of a chunk; ``None`` = all clean rows. Collective."""
         exchange = CLEAN if chunk is None else dirty_exchange(chunk)
         packs: Sequence[int] = self.group.plan.packs_of(wave)
         if chunk is None:
@@ -76,8 +72,8 @@ class BatchRows:
             payloads = []
             for p in packs:
                 pack, storage = self.layout.packs[p], self.group.storages[p]
-                sent, received = pack.requests.by_fetch, pack.outgoing_by_fetch
-                into = matrices_M[pack.matrix][pack.cold_slice][received.rows(exchange)]
+                sent, received = pack.requests.served_by_fetch, pack.wanted_by_fetch
+                into = matrices_M[pack.matrix][pack.cold_slice][received.slice_of(exchange)]
                 payloads.append(
                     Payload(
                         pack.requests.read(storage, exchange),
@@ -86,7 +82,7 @@ class BatchRows:
                         received.counts_EW[exchange],
                     )
                 )
-            pending = PackedAllToAll(ranks, payloads, self.layout.most_rows, ranks.row_codec)
+            pending = PackedAllToAll(ranks, payloads, self.layout.most_asked, ranks.row_codec)
         self._arrivals.append((exchange, set(packs), pending))
 
     def read_hot(self) -> None:
@@ -129,7 +125,7 @@ class BatchRows:
         are_new = weights_N is not None and weights_N is not given_N
         weights_N = given_N if weights_N is None else weights_N
         return MicroBatchRows(
-            rows=self,
+            batch_rows=self,
             micro_batch=micro_batch,
             module=module,
             pooling_M=pooling_M,
@@ -148,7 +144,7 @@ class BatchRows:
 class MicroBatchRows:
     """The rows that one micro-batch of one module uses."""
 
-    rows: BatchRows
+    batch_rows: BatchRows
     micro_batch: int
     module: int
     pooling_M: Sequence[Pooling]
@@ -167,7 +163,7 @@ class MicroBatchRows:
     @property
     def own_sizes(self) -> Sequence[int] | None:
         """Samples of each feature if features were padded to one batch size, else ``None``."""
-        features = self.rows.layout.features_by_module[self.module]
+        features = self.batch_rows.layout.features_by_module[self.module]
         is_filled_up = self.batch_size is not None and features.variable_stride_per_key()
         return features.stride_per_key() if is_filled_up else None
 
@@ -177,11 +173,11 @@ class MicroBatchRows:
 
         Lengths are known on the host; the module has one matrix.
         """
-        layout, k = self.rows.layout, self.micro_batch
+        layout, k = self.batch_rows.layout, self.micro_batch
         sizes_K = [size for size in layout.sizes_K if size is not None]
         assert sizes_K, "sequences have one batch size"
         features = layout.features_by_module[self.module]
-        (matrix,) = self.rows.group.plan.modules[self.module]
+        (matrix,) = self.batch_rows.group.plan.modules[self.module]
         lookups_KF = [pooling_M[matrix].lookups_F for pooling_M in layout.pooling_KM]
         low, batch_size = sum(sizes_K[:k]), sizes_K[k]
         lengths_FB = features.lengths().view(len(lookups_KF[k]), sum(sizes_K))
@@ -202,7 +198,7 @@ class MicroBatchRows:
 
         Shape ``(U_m, D_m)``; dirty rows of later chunks are not filled yet.
         """
-        rows, plan = self.rows, self.rows.group.plan
+        rows, plan = self.batch_rows, self.batch_rows.group.plan
         for matrix in plan.modules[self.module]:
             packs = plan.matrices[matrix]
             # Exchanges of later chunks and of other packs stay in progress.
@@ -218,6 +214,6 @@ class MicroBatchRows:
     def end(self) -> None:
         """Ends the use of the rows by this micro-batch; the last use of all modules frees them."""
         if self.is_last:
-            self.rows.modules_left -= 1
-            if not self.rows.modules_left:
-                self.rows.release()
+            self.batch_rows.modules_left -= 1
+            if not self.batch_rows.modules_left:
+                self.batch_rows.release()

@@ -221,19 +221,19 @@ class RowBuffers:
 class Matrices:
     """A buffer of rows, or of gradients, for each entry of a list of matrices of a batch.
 
-    ``buffers_M`` allocates them, with ``rows_M`` rows each.
+    ``buffers_M`` allocates them, with ``num_rows_M`` rows each.
     """
 
-    def __init__(self, buffers_M: Sequence[RowBuffers], rows_M: Sequence[int]) -> None:
+    def __init__(self, buffers_M: Sequence[RowBuffers], num_rows_M: Sequence[int]) -> None:
         self._buffers_M = buffers_M
-        self._rows_M = rows_M
+        self._num_rows_M = num_rows_M
         self._taken_M: list[Tensor] = []
 
     @property
     def tensors(self) -> Sequence[Tensor]:
         """The matrices, ``(U_m, D_m)``, allocated at first access and not initialized."""
         if not self._taken_M:
-            self._taken_M = [b.take(n) for b, n in zip(self._buffers_M, self._rows_M)]
+            self._taken_M = [b.take(n) for b, n in zip(self._buffers_M, self._num_rows_M)]
         return self._taken_M
 
     def release(self) -> None:

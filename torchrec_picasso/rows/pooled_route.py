@@ -34,7 +34,7 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import incoming_bag_order, reorder_bags
-from torchrec_picasso.ops.id_reader import PackedIds
+from torchrec_picasso.ops.id_reader import PreparedIds
 from torchrec_picasso.ops.ids import shift_rows
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
@@ -103,7 +103,7 @@ class PooledRoute(Route):
         self,
         features: KeyedJaggedTensor,
         sizes_K: Sequence[int | None],
-        prepared: PackedIds | None = None,
+        prepared: PreparedIds | None = None,
     ) -> _Request:
         """Splits the lookups of a batch by pack and home rank; takes nothing prepared."""
         values_N, weights_N = features.values(), features.weights_or_none()
@@ -157,7 +157,7 @@ class _Request(RouteRequest):
     _samples_WK: tuple[tuple[int, ...], ...] = field(init=False)
     _received_A: list[list[Tensor]] = field(init=False, default_factory=list)
 
-    def ids(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
+    def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         ((words_WX,), _) = words
         samples_WK, lookups_WA = np.split(words_WX, [len(self.sizes_K)], axis=1)
         self._samples_WK = tuple(map(tuple, samples_WK.tolist()))
@@ -211,7 +211,7 @@ class _Request(RouteRequest):
 
     def _pack_layout(self, p: int, matrix: int) -> PackLayout:
         requests = self._incoming_bags(p)
-        nothing = requests.home_rows_n.new_empty(0)
+        nothing = requests.home_row_numbers_n.new_empty(0)
         features_W = self.route.features_by_home[p]
         bags_KW = [[size * features for features in features_W] for size in self.sizes_K]
         return PackLayout(
@@ -219,10 +219,10 @@ class _Request(RouteRequest):
             start=0,
             hot_slots=nothing,
             touched=TouchedHot(slots_t=nothing, own_slots_o=nothing, own_rows_o=nothing),
-            outgoing=ExchangeSplits(bags_KW),
-            outgoing_by_fetch=all_dirty(bags_KW),
+            wanted=ExchangeSplits(bags_KW),
+            wanted_by_fetch=all_dirty(bags_KW),
             # Gradients are sent by chunk: without the (empty) exchange of clean rows.
-            incoming=ExchangeSplits(requests.by_fetch.counts_EW[dirty_exchange(0) :]),
+            served=ExchangeSplits(requests.served_by_fetch.counts_EW[dirty_exchange(0) :]),
             requests=requests,
         )
 
@@ -233,7 +233,7 @@ class _Request(RouteRequest):
         *_, first, end = accumulate(self.route.features_by_home[p][: rank + 1], initial=0)
         num_features = end - first
         # From (rank, feature, sample) order to (micro-batch, rank, sample, feature) order.
-        home_rows_n, ordered = reorder_bags(
+        home_row_numbers_n, ordered = reorder_bags(
             rows.to(torch.int64),
             lengths,
             keep_for_current_stream(
@@ -250,7 +250,7 @@ class _Request(RouteRequest):
         counts_KW = [
             [size * num_features for size in sizes_W] for sizes_W in zip(*self._samples_WK)
         ]
-        by_fetch = all_dirty(counts_KW)
+        served_by_fetch = all_dirty(counts_KW)
         mean_scale_S = None
         if mean_F is not None:
             # One flag per bag: the features of this home rank, repeated for each sample of all
@@ -264,14 +264,14 @@ class _Request(RouteRequest):
         lookups_E1 = [0, 0, rows.numel()]
         if len(counts_KW) > 1:
             # First bag of each exchange, shape (E + 1,).
-            edges = torch.tensor(by_fetch.edges).to(rows.device, non_blocking=True)
+            edges = torch.tensor(served_by_fetch.edges).to(rows.device, non_blocking=True)
             lookups_E1 = ordered.offsets_S1.index_select(0, edges).tolist()
         return _IncomingBags(
-            home_rows_n=home_rows_n,
+            home_row_numbers_n=home_row_numbers_n,
             offsets_S1=ordered.offsets_S1,
             weights_N=weights_N,
             mean_scale_S=mean_scale_S,
-            by_fetch=by_fetch,
+            served_by_fetch=served_by_fetch,
             lookups_E1=lookups_E1,
         )
 
@@ -296,29 +296,34 @@ class _IncomingBags(IncomingRequests):
 
     @staticmethod
     def joined(batches: Sequence[_IncomingBags]) -> _IncomingBags:
-        starts = accumulate((incoming.home_rows_n.numel() for incoming in batches), initial=0)
+        starts = accumulate(
+            (incoming.home_row_numbers_n.numel() for incoming in batches), initial=0
+        )
         # Shift each batch's offsets by the lookups before it and drop its end, which is the next
         # batch's start; the end of the last batch is appended below.
         offsets = [incoming.offsets_S1[:-1] + start for incoming, start in zip(batches, starts)]
-        rows_N = torch.cat([incoming.home_rows_n for incoming in batches])
+        rows_N = torch.cat([incoming.home_row_numbers_n for incoming in batches])
         end = offsets[0].new_full((1,), rows_N.numel())
         weights = [own.weights_N for own in batches if own.weights_N is not None]
         scales = [own.mean_scale_S for own in batches if own.mean_scale_S is not None]
         return _IncomingBags(
-            home_rows_n=rows_N,
+            home_row_numbers_n=rows_N,
             offsets_S1=torch.cat([*offsets, end]),
             weights_N=torch.cat(weights) if weights else None,
             mean_scale_S=torch.cat(scales) if scales else None,
-            by_fetch=FetchOrder([[sum(map(len, offsets))]], order_n=None),
+            served_by_fetch=FetchOrder([[sum(map(len, offsets))]], order_n=None),
             lookups_E1=(0, rows_N.numel()),
         )
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
-        bags, lookups = self.by_fetch.rows(exchange), slice(*self.lookups_E1[exchange:][:2])
+        bags, lookups = (
+            self.served_by_fetch.slice_of(exchange),
+            slice(*self.lookups_E1[exchange:][:2]),
+        )
         # One exchange is a slice of bags and a slice of lookups; offsets count from its first
         # lookup.
         sums_SD = storage.pool(
-            self.home_rows_n[lookups],
+            self.home_row_numbers_n[lookups],
             self.offsets_S1[bags.start : bags.stop + 1] - lookups.start,
             None if self.weights_N is None else self.weights_N[lookups],
         )
@@ -327,7 +332,9 @@ class _IncomingBags(IncomingRequests):
     def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
         # A mean's divisor scales the bag's gradient as it scaled the sum in forward.
         grads_SD = self._scaled(grads_mD, slice(len(grads_mD)))
-        storage.update(self.home_rows_n, touched, grads_SD, (self.offsets_S1, self.weights_N))
+        storage.update(
+            self.home_row_numbers_n, touched, grads_SD, (self.offsets_S1, self.weights_N)
+        )
 
     def _scaled(self, sums_SD: Tensor, bags: slice) -> Tensor:
         """Converts the sums of some bags to averages, in place."""

@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.header import Header, HeaderExchange, HeaderWords
 from torchrec_picasso.exchange.packed import PackedAllToAll
-from torchrec_picasso.ops.id_reader import PackedIds
+from torchrec_picasso.ops.id_reader import PreparedIds
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.route import PackLayout, Pooling
 from torchrec_picasso.rows.valid_features import are_bad, padded, raise_on_bad_input
@@ -45,10 +45,10 @@ class RowLayout:
     """Samples of each micro-batch; ``None`` if every feature has its own batch size."""
     hot_epoch: int
     """Epoch of the hot set that the slots belong to."""
-    most_rows: int
+    most_asked: int
     """A bound of the rows that any rank's batch asks for, equal on all ranks."""
     packs: Sequence[PackLayout]
-    rows_M: Sequence[int]
+    num_rows_M: Sequence[int]
     """Number of rows of each matrix that this rank uses."""
     pooling_KM: Sequence[Sequence[Pooling]]
     weights_N: Tensor | None
@@ -89,7 +89,7 @@ class RowRequest:
     """
 
     header: Header
-    """The information of all ranks; available after :meth:`send_ids`."""
+    """The information of all ranks; available after :meth:`send_row_numbers`."""
     _ids: PackedAllToAll
 
     def __init__(
@@ -99,7 +99,7 @@ class RowRequest:
         sizes_K: Sequence[int] | None = None,
         has_data: bool = True,
         validated: Sequence[KeyedJaggedTensor] = (),
-        prepared: PackedIds | None = None,
+        prepared: PreparedIds | None = None,
     ) -> None:
         self._group = group
         self._features_by_module = features_by_module
@@ -133,7 +133,7 @@ class RowRequest:
             bad_lengths=are_bad(validated),
             has_data=has_data,
             looks_up_nothing=not features.values().numel(),
-            most_rows=max(features.values().numel(), features.lengths().numel()),
+            most_asked=max(features.values().numel(), features.lengths().numel()),
         )
         self._header_exchange = HeaderExchange(group.ranks, self.words)
 
@@ -142,7 +142,7 @@ class RowRequest:
         """Whether a data loader read the ids of any route."""
         return any(request.is_prepared for request in self.by_route)
 
-    def send_ids(self) -> bool:
+    def send_row_numbers(self) -> bool:
         """Waits for the header and sends each cold row's number in the storage of its home rank.
 
         Collective. Returns whether any rank has data; if none has, nothing is sent, and the request
@@ -155,20 +155,26 @@ class RowRequest:
             return False
         raise_on_bad_input(header, group.tables, self.features, self._validated, group.ranks.rank)
         pairs = zip(self.by_route, header.routes)
-        payloads = [p for request, words in pairs for p in request.ids(words, group.row_dtype)]
-        self._ids = PackedAllToAll(group.ranks, payloads, header.most_rows)
+        payloads = [
+            p
+            for request, words in pairs
+            for p in request.row_number_payloads(words, group.row_dtype)
+        ]
+        self._row_numbers = PackedAllToAll(group.ranks, payloads, header.most_asked)
         return True
 
-    def receive_ids(self) -> None:
+    def receive_row_numbers(self) -> None:
         """Waits for the ids: after it the home ranks know the requested rows."""
-        self._ids.wait()
+        self._row_numbers.wait()
 
     def send_dirty_mask(self, before: RowRequest) -> None:
         """Sends the dirty mask, the requested rows that the batch before updates. Collective."""
         requests = zip(self.by_route, before.by_route)
-        payloads = [p for request, earlier in requests for p in request.dirty_mask(earlier)]
+        payloads = [
+            p for request, earlier in requests for p in request.dirty_mask_payloads(earlier)
+        ]
         if payloads:
-            self._dirty_mask = PackedAllToAll(self._group.ranks, payloads, self.header.most_rows)
+            self._dirty_mask = PackedAllToAll(self._group.ranks, payloads, self.header.most_asked)
 
     def lay_out(self) -> RowLayout:
         """Builds the layout; waits for the dirty mask. Without a mask, all rows are dirty."""
@@ -186,9 +192,9 @@ class RowRequest:
             features_by_module=self._features_by_module,
             sizes_K=self._sizes_K,
             hot_epoch=self._hot_epoch,
-            most_rows=self.header.most_rows,
+            most_asked=self.header.most_asked,
             packs=packs,
-            rows_M=[sum(pack.num_rows for pack in packs[matrix]) for matrix in matrices],
+            num_rows_M=[sum(pack.num_rows for pack in packs[matrix]) for matrix in matrices],
             pooling_KM=pooling_KM,
             weights_N=self._weights_N,
         )
@@ -198,6 +204,6 @@ def with_new_layout(group: RowGroup, layout: RowLayout) -> RowLayout:
     """Rebuilds the layout of an unsplit batch after the hot rows changed. Collective."""
     with torch.no_grad():
         request = RowRequest(group, layout.features_by_module)
-        request.send_ids()
-        request.receive_ids()
+        request.send_row_numbers()
+        request.receive_row_numbers()
         return request.lay_out()

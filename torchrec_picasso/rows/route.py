@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.exchange.all_to_all import Ranks
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
-from torchrec_picasso.ops.id_reader import PackedIds
+from torchrec_picasso.ops.id_reader import PreparedIds
 from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable, table_bases
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import ExchangeSplits, FetchOrder
@@ -89,7 +89,7 @@ class Route(ABC):
         self,
         features: KeyedJaggedTensor,
         sizes_K: Sequence[int | None],
-        prepared: PackedIds | None = None,
+        prepared: PreparedIds | None = None,
     ) -> RouteRequest:
         """Reads the ids of the route's features in a batch. Sends nothing.
 
@@ -110,11 +110,11 @@ class RouteRequest(ABC):
     """Whether a data loader read the ids."""
 
     @abstractmethod
-    def ids(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
+    def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         """Reads the header words of all ranks, and returns what goes to home ranks before the
         layout, in the wire's integer type."""
 
-    def dirty_mask(self, before: Any) -> list[Payload]:
+    def dirty_mask_payloads(self, before: Any) -> list[Payload]:
         """Returns the dirty mask, uint8, from the same route's request of the batch before.
 
         It is empty for a route that fetches nothing ahead.
@@ -131,14 +131,14 @@ class RouteRequest(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class IncomingRequests(ABC):
-    """The incoming requests of one batch at the home rank of one pack."""
+    """The requests that arrive at the home rank for one pack's rows, of one batch."""
 
     sends_rows: ClassVar[bool]
     """Whether the vectors are distinct rows, which may be clean and are then fetched ahead."""
 
-    home_rows_n: Tensor
+    home_row_numbers_n: Tensor
     """Requested home rows, with repeats: integer, shape ``(n,)``."""
-    by_fetch: FetchOrder
+    served_by_fetch: FetchOrder
     """Fetch order of the sent vectors, by exchange and destination rank."""
 
     @abstractmethod
@@ -222,8 +222,8 @@ class Pooling(ABC):
 class PackLayout:
     """The rows of one pack.
 
-    *Outgoing* are the cold rows that this rank requests from any home rank, *incoming* the home
-    rows of this rank that any rank requests; both include what this rank requests from itself.
+    *Wanted* are the cold rows that this rank asks for, *served* the home rows of this rank that any
+    rank asks for; both include what this rank asks of itself.
     """
 
     matrix: int
@@ -234,19 +234,19 @@ class PackLayout:
     """Hot slots that this rank's batch uses, counted from 0 in the pack."""
     touched: TouchedHot
     """Hot rows that any rank's batch uses, by slots counted from 0 in the pack."""
-    outgoing: ExchangeSplits
-    """Outgoing cold rows in request order, by chunk and home rank."""
-    outgoing_by_fetch: FetchOrder
-    """Outgoing cold rows in fetch order."""
-    incoming: ExchangeSplits
-    """Incoming cold rows in request order, by chunk and requesting rank."""
+    wanted: ExchangeSplits
+    """Wanted rows in request order, by chunk and home rank."""
+    wanted_by_fetch: FetchOrder
+    """Wanted rows in fetch order."""
+    served: ExchangeSplits
+    """Served rows in request order, by chunk and requesting rank."""
     requests: IncomingRequests
     """Requests for home rows of this rank."""
 
     @property
     def num_rows(self) -> int:
         """Number of rows of the pack in the matrix."""
-        return self.hot_slots.numel() + self.outgoing.num_rows
+        return self.hot_slots.numel() + self.wanted.num_rows
 
     @property
     def hot_slice(self) -> slice:
@@ -257,7 +257,7 @@ class PackLayout:
     def cold_slice(self) -> slice:
         """Position in the matrix of the cold rows that this rank uses."""
         start = self.hot_slice.stop
-        return slice(start, start + self.outgoing.num_rows)
+        return slice(start, start + self.wanted.num_rows)
 
 
 RouteLayout = tuple[list[PackLayout], list[list[Pooling]]]

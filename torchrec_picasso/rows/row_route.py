@@ -1,9 +1,7 @@
 """The row exchange: each distinct row travels once and is pooled on the rank that looked it up.
 
-Rows of the next batch that this batch did not request are clean: they may be fetched before this
-batch's update. The home rank of a row knows from the requests of both batches whether the row is
-clean, and reports it to the requesting rank. So lookahead changes when a row is sent, never its
-values.
+The home rank of a row knows from the requests of two batches whether the row is clean, and reports
+it to the requesting rank. So lookahead changes when a row is sent, never its values.
 
 Header words of a pair of ranks: P K counts of cold rows, and a bit per hot slot.
 
@@ -32,8 +30,8 @@ from torchrec_picasso.ops.bags import (
     cut_pooling,
     micro_batch_of_lookup,
 )
-from torchrec_picasso.ops.id_reader import IdReader, PackedIds, ReadIds
-from torchrec_picasso.ops.ids import pack_bits
+from torchrec_picasso.ops.id_reader import IdReader, PreparedIds, ReadIds
+from torchrec_picasso.ops.ids import bits_to_words
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
@@ -59,7 +57,7 @@ from torchrec_picasso.rows.route import (
     RouteLayout,
     RouteRequest,
 )
-from torchrec_picasso.storage.row_storage import RowStorage, TouchedHot
+from torchrec_picasso.storage.row_storage import HotHomes, RowStorage, TouchedHot
 
 
 class RowRoute(Route):
@@ -77,7 +75,7 @@ class RowRoute(Route):
         self,
         features: KeyedJaggedTensor,
         sizes_K: Sequence[int | None],
-        prepared: PackedIds | None = None,
+        prepared: PreparedIds | None = None,
     ) -> _Request:
         """Finds the unique rows of a batch, and puts them in request order."""
         given = (features, sizes_K, features.weights_or_none() is not None)
@@ -97,7 +95,7 @@ class RowRoute(Route):
         size = self.space.world_size
         sent = [
             located.counts_PQ[:, 1:].reshape(-1, size).t(),
-            pack_bits(located.is_used_H).expand(size, -1),
+            bits_to_words(located.is_used_H).expand(size, -1),
         ]
         return _Request(
             words=RouteWords(sent, kept=[located.counts_PQ.reshape(-1), lookups_J]),
@@ -127,55 +125,56 @@ class _Request(RouteRequest):
     _packs: Sequence[_PackRequest] = field(init=False)
     _lookups_MKJ: Sequence[Sequence[Sequence[int]]] = field(init=False)
 
-    def ids(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
+    def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         (counts_WX, bits_WX), (counts_n, lookups_n) = words
         route, located = self.route, self.located
         own_PQ = counts_n.reshape(located.counts_PQ.shape)
         num_packs, world_size = len(own_PQ), len(counts_WX)
-        outgoing_PKW = own_PQ[:, 1:].reshape(num_packs, -1, world_size)
+        wanted_PKW = own_PQ[:, 1:].reshape(num_packs, -1, world_size)
         # From (W, P K) by sender to (P, K, W).
-        incoming_PKW = counts_WX.T.reshape(outgoing_PKW.shape)
+        served_PKW = counts_WX.T.reshape(wanted_PKW.shape)
         self._lookups_MKJ = self.cut.by_micro_batch(lookups_n.tolist())
-        # target_U is ordered by pack, hot rows first: split it into [hot, cold] of each pack.
+        # storage_row_U is ordered by pack, hot rows first: split it into [hot, cold] of each pack.
         nums = [num for hot, *cold_KW in own_PQ.tolist() for num in (hot, sum(cold_KW))]
-        targets = located.target_U.split(nums)
+        slots_P, cold_P = [route.hot.ids_H] * num_packs, located.storage_row_U.to(dtype).split(nums)
+        if route.hot.num_rows:
+            slots_P = list(located.storage_row_U.split(nums)[::2])
         # Slots count from 0 in each pack, because a storage keeps the replicas of one pack.
         self._packs = [
             _PackRequest(
                 storage=storage,
-                hot_slots=slots - start if start else slots,
+                hot_slots=slots_h - start if start else slots_h,
                 touched_t=touched_t,
-                cold_n=cold_n.to(dtype),
-                incoming_n=cold_n.new_empty(int(incoming_KW.sum()), dtype=dtype),
-                outgoing=ExchangeSplits(outgoing_KW.tolist()),
-                incoming=ExchangeSplits(incoming_KW.tolist()),
+                wanted_n=wanted_n,
+                served_n=wanted_n.new_empty(int(served_KW.sum())),
+                wanted=ExchangeSplits(wanted_KW.tolist()),
+                served=ExchangeSplits(served_KW.tolist()),
             )
-            for storage, slots, start, touched_t, cold_n, outgoing_KW, incoming_KW in zip(
+            for storage, slots_h, start, touched_t, wanted_n, wanted_KW, served_KW in zip(
                 route.storages,
-                targets[::2],
+                slots_P,
                 route.hot.start_P1,
                 route.hot.touched(bits_WX),
-                targets[1::2],
-                outgoing_PKW,
-                incoming_PKW,
+                cold_P[1::2],
+                wanted_PKW,
+                served_PKW,
             )
         ]
         return [
             payload
             for pack in self._packs
-            for payload in _by_chunk(pack.cold_n, pack.outgoing, pack.incoming_n, pack.incoming)
+            for payload in _by_chunk(pack.wanted_n, pack.wanted, pack.served_n, pack.served)
         ]
 
-    def dirty_mask(self, before: _Request) -> list[Payload]:
+    def dirty_mask_payloads(self, before: _Request) -> list[Payload]:
         payloads: list[Payload] = []
         for pack, earlier in zip(self._packs, before._packs):
-            # One uint8 per incoming row: whether the batch before requested the same row. The mask
-            # travels back along the ids: incoming counts are sent, outgoing ones received.
-            found_n = pack.storage.which_are_among(pack.incoming_n, earlier.incoming_n)
-            pack.dirty_incoming_n = found_n.to(torch.uint8)
-            pack.dirty_outgoing_n = found_n.new_empty(pack.outgoing.num_rows, dtype=torch.uint8)
+            # One uint8 per served row: whether the batch before requested the same row. The mask
+            # travels back: to whom row numbers came from.
+            pack.dirty_served_n = pack.storage.which_are_among(pack.served_n, earlier.served_n)
+            pack.dirty_wanted_n = pack.dirty_served_n.new_empty(pack.wanted.num_rows)
             payloads += _by_chunk(
-                pack.dirty_incoming_n, pack.incoming, pack.dirty_outgoing_n, pack.outgoing
+                pack.dirty_served_n, pack.served, pack.dirty_wanted_n, pack.wanted
             )
         return payloads
 
@@ -183,24 +182,27 @@ class _Request(RouteRequest):
         plan, sides = self.route.plan, [side for pack in self._packs for side in pack.sides]
         counts, dirty = zip(*((rows.counts_EW, dirty_n) for rows, dirty_n in sides))
         orders = iter(find_fetch_orders(counts, dirty))
+        homes = [pack.storage.hot_homes for pack in self._packs]
+        touched = iter(HotHomes.touched(homes, [pack.touched_t for pack in self._packs]))
         packs: list[PackLayout] = []
-        rows_M: list[int] = []
+        num_rows_M: list[int] = []
         for matrix, own in enumerate(plan.matrices, first_matrix):
             start = 0  # packs of one matrix follow each other
             for pack in self._packs[own]:
-                packs.append(pack.lay_out(matrix, start, next(orders), next(orders)))
+                given = next(touched), next(orders), next(orders)
+                packs.append(pack.lay_out(matrix, start, *given))
                 start += packs[-1].num_rows
-            rows_M.append(start)
+            num_rows_M.append(start)
         # Lookups are summed over the runs of a micro-batch: cut_pooling sees whole micro-batches.
         index_KM = cut_pooling(
             self.read.bags,
             self.read.rows,
             self.located,
-            fetch_positions(self.located, [(p.hot_slots, p.outgoing_by_fetch) for p in packs]),
+            fetch_positions(self.located, [(p.hot_slots, p.wanted_by_fetch) for p in packs]),
             self.cut,
             micro_batch_N=self.micro_batch_N,
             lookups_MK=[[sum(runs) for runs in runs_K] for runs_K in self._lookups_MKJ],
-            rows_M=rows_M,
+            num_rows_M=num_rows_M,
         )
         pooling_KM: list[list[Pooling]] = [
             [
@@ -220,36 +222,41 @@ class _PackRequest:
     hot_slots: Tensor
     touched_t: np.ndarray
     """Hot slots that any rank's batch uses."""
-    cold_n: Tensor
+    wanted_n: Tensor
     """Home rows that this rank requests, in the wire's integer type."""
-    incoming_n: Tensor
+    served_n: Tensor
     """Home rows that ranks request here; filled once the ids have arrived."""
-    outgoing: ExchangeSplits
-    incoming: ExchangeSplits
-    dirty_outgoing_n: Tensor | None = None
-    """Whether outgoing rows are dirty, uint8; ``None`` = all are."""
-    dirty_incoming_n: Tensor | None = None
+    wanted: ExchangeSplits
+    served: ExchangeSplits
+    dirty_wanted_n: Tensor | None = None
+    """Whether wanted rows are dirty, uint8; ``None`` = all are."""
+    dirty_served_n: Tensor | None = None
 
     @property
     def sides(self) -> list[tuple[ExchangeSplits, Tensor | None]]:
-        """Outgoing and incoming rows, and whether they are dirty."""
-        return [(self.outgoing, self.dirty_outgoing_n), (self.incoming, self.dirty_incoming_n)]
+        """Wanted and served rows, and whether they are dirty."""
+        return [(self.wanted, self.dirty_wanted_n), (self.served, self.dirty_served_n)]
 
     def lay_out(
-        self, matrix: int, start: int, outgoing_by_fetch: FetchOrder, incoming_by_fetch: FetchOrder
+        self,
+        matrix: int,
+        start: int,
+        touched: TouchedHot,
+        wanted_by_fetch: FetchOrder,
+        served_by_fetch: FetchOrder,
     ) -> PackLayout:
         return PackLayout(
             matrix=matrix,
             start=start,
             hot_slots=self.hot_slots,
-            touched=self.storage.hot_homes.touched(self.touched_t),
-            outgoing=self.outgoing,
-            outgoing_by_fetch=outgoing_by_fetch,
-            incoming=self.incoming,
+            touched=touched,
+            wanted=self.wanted,
+            wanted_by_fetch=wanted_by_fetch,
+            served=self.served,
             requests=_IncomingRows(
-                home_rows_n=self.incoming_n,
-                by_fetch=incoming_by_fetch,
-                rows_by_fetch_n=incoming_by_fetch.arrange(self.incoming_n),
+                home_row_numbers_n=self.served_n,
+                served_by_fetch=served_by_fetch,
+                row_numbers_by_fetch_n=served_by_fetch.arrange(self.served_n),
             ),
         )
 
@@ -260,20 +267,24 @@ class _IncomingRows(IncomingRequests):
 
     sends_rows = True
 
-    rows_by_fetch_n: Tensor
+    row_numbers_by_fetch_n: Tensor
     """Home rows in fetch order."""
 
     @staticmethod
     def joined(batches: Sequence[_IncomingRows]) -> _IncomingRows:
-        rows_n = torch.cat([incoming.home_rows_n for incoming in batches])
-        by_fetch = FetchOrder([[rows_n.numel()]], order_n=None)
-        return _IncomingRows(home_rows_n=rows_n, by_fetch=by_fetch, rows_by_fetch_n=rows_n)
+        rows_n = torch.cat([incoming.home_row_numbers_n for incoming in batches])
+        served_by_fetch = FetchOrder([[rows_n.numel()]], order_n=None)
+        return _IncomingRows(
+            home_row_numbers_n=rows_n,
+            served_by_fetch=served_by_fetch,
+            row_numbers_by_fetch_n=rows_n,
+        )
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
-        return storage.gather(self.rows_by_fetch_n[self.by_fetch.rows(exchange)])
+        return storage.gather(self.row_numbers_by_fetch_n[self.served_by_fetch.slice_of(exchange)])
 
     def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
-        storage.update(self.home_rows_n, touched, grads_mD)
+        storage.update(self.home_row_numbers_n, touched, grads_mD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,5 +339,5 @@ def _by_chunk(
 ) -> Iterator[Payload]:
     """Splits the vectors of one pack into their chunks, a payload each."""
     for chunk, (sent_W, received_W) in enumerate(zip(sent_by.counts_EW, received_by.counts_EW)):
-        into = received[received_by.rows(chunk)]
-        yield Payload(sent[sent_by.rows(chunk)], sent_W, into, received_W)
+        into = received[received_by.slice_of(chunk)]
+        yield Payload(sent[sent_by.slice_of(chunk)], sent_W, into, received_W)

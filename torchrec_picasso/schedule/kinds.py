@@ -65,7 +65,8 @@ class Kind:
     on_id_stream: bool = False
     """Whether the operation works on ids only, on a stream beside the computation."""
     leads: bool = False
-    """Whether the operation may run before all ranks agree that the step begins."""
+    """Whether the operation may run before all ranks agree that the step begins; at the head of a
+    schedule alone."""
     needs: tuple[Need, ...] = ()
 
 
@@ -108,10 +109,12 @@ _ROWS = (*_all("lay_out"), Need("update", _earlier_batch))
 
 KINDS: Mapping[str, Kind] = {
     "send_header": Kind(sends=True, on_id_stream=True, leads=True),
-    "send_ids": Kind(sends=True, on_id_stream=True, needs=_all("send_header")),
-    "receive_ids": Kind(on_id_stream=True, needs=_all("send_ids")),
-    "send_dirty_mask": Kind(sends=True, on_id_stream=True, needs=_all("receive_ids")),
-    "lay_out": Kind(on_id_stream=True, leads=True, needs=_all("receive_ids", "send_dirty_mask")),
+    "send_row_numbers": Kind(sends=True, on_id_stream=True, needs=_all("send_header")),
+    "receive_row_numbers": Kind(on_id_stream=True, needs=_all("send_row_numbers")),
+    "send_dirty_mask": Kind(sends=True, on_id_stream=True, needs=_all("receive_row_numbers")),
+    "lay_out": Kind(
+        on_id_stream=True, leads=True, needs=_all("receive_row_numbers", "send_dirty_mask")
+    ),
     "fetch_clean": Kind(sends=True, needs=_all("lay_out")),
     "fetch_dirty": Kind(sends=True, needs=_ROWS),
     "read_hot": Kind(needs=_ROWS),

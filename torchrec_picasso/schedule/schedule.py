@@ -10,7 +10,8 @@ gradients come last and its rows are needed first. There, and only there, waves 
 staggered: one wave is updated and fetched again while the gradients of the next wave are on the
 wire.
 
-Two micro-batches that share no rows run depth first: the first one runs forward and backward while
+Two micro-batches that share no rows (all packs are pooled by their home ranks) run depth first: the
+first one runs forward and backward while
 the rows of the second arrive, and its gradients are sent while the second one computes, so the wire
 is never idle. Otherwise all run forward, then all backward in reverse order. The gradients of the
 first micro-batch then travel last, and no computation hides them; of more than two, it is therefore
@@ -53,8 +54,9 @@ class Schedule:
     """The operations of one step, in order."""
 
     ops: tuple[Op, ...]
-    shares_rows: bool = True
-    """Whether micro-batches share rows, so that they run backward in descending order."""
+    forwards_first: bool = True
+    """Whether all micro-batches run forward first, then backward in descending order, because they
+    share rows or the loss needs all of them."""
 
     def __iter__(self) -> Iterator[Op]:
         return iter(self.ops)
@@ -80,7 +82,7 @@ class Schedule:
             # Only operations of this schedule count: earlier schedules may have run other
             # dependencies.
             for need in KINDS[op.kind].needs:
-                if need.shared_rows_only and not self.shares_rows:
+                if need.shared_rows_only and not self.forwards_first:
                     continue
                 found = [o for o in self.ops if o.kind == need.kind and need.pick(op, o)]
                 if need.required and not found:
@@ -100,7 +102,7 @@ def training_schedule(
     after: Setting | None = None,
     *,
     num_waves: int = 1,
-    shares_rows: bool = True,
+    forwards_first: bool = True,
 ) -> Schedule:
     """Returns the schedule of a training step.
 
@@ -110,8 +112,8 @@ def training_schedule(
     are on the wire.
 
     The next batch has by default the setting of this batch, and the batch after that the setting of
-    the next. ``num_waves`` counts the waves of packs. Micro-batches share rows unless all packs are
-    pooled by their home ranks.
+    the next. ``num_waves`` counts the waves of packs. ``forwards_first`` is
+    that of :class:`Schedule`.
     """
     following = following or this
     waves = _waves(num_waves)
@@ -119,43 +121,43 @@ def training_schedule(
     # With lookahead the layout must come before fetch_clean; otherwise it can wait.
     early_layout, late_layout = ([lay_out], []) if following.lookahead else ([], [lay_out])
     ahead = [*early_layout, *ahead]
-    *early, last = backward_order(this, shares_rows)
+    *early, last = backward_order(this, forwards_first)
     forwards = _for_chunks("forward", THIS, this)
     # Chunk k's gradients are sent while the micro-batches that run after backward k compute.
-    if is_depth_first(this, shares_rows):
+    if is_depth_first(this, forwards_first):
         ops = [*ahead, forwards[0], Op("backward", THIS, 0)]
         # After a backward: the header that the ids wait for is behind the rows on the wire.
-        ops.append(Op("send_ids", AFTER))
+        ops.append(Op("send_row_numbers", AFTER))
         ops += [*_by_wave("send_gradients", THIS, 0, waves), forwards[1]]
     else:
-        ops = [*ahead, *forwards, Op("send_ids", AFTER)]
+        ops = [*ahead, *forwards, Op("send_row_numbers", AFTER)]
         for index in early:
             ops += [Op("backward", THIS, index), Op("send_gradients", THIS, index)]
     ops.append(Op("backward", THIS, last))  # also reduces dense gradients
     for wave in waves:
         ops += [Op("send_gradients", THIS, last, wave), Op("reduce_hot", THIS, wave=wave)]
-    ops += [*late_layout, *_ids_arrive(AFTER, after or following)]
+    ops += [*late_layout, *_row_numbers_arrive(AFTER, after or following)]
     for wave in waves:
         # Wave w's dirty rows are fetched while wave w + 1 waits for its gradients.
         ops += [Op("update", THIS, wave=wave), Op("fetch_dirty", NEXT, 0, wave)]
     # Later chunks arrive during forward of the first micro-batches of the next step.
-    if is_depth_first(following, shares_rows):
+    if is_depth_first(following, forwards_first):
         ops += _by_wave("fetch_dirty", NEXT, 1, waves)
     else:
         ops += _for_chunks("fetch_dirty", NEXT, following, first=1)
     ops += [Op("read_hot", NEXT), Op("dense_step")]
-    return _checked(ops, shares_rows)
+    return _checked(ops, forwards_first)
 
 
-def is_depth_first(setting: Setting, shares_rows: bool) -> bool:
+def is_depth_first(setting: Setting, forwards_first: bool) -> bool:
     """Whether the first micro-batch runs backward before the second one runs forward."""
-    return setting.num_micro_batches == 2 and not shares_rows
+    return setting.num_micro_batches == 2 and not forwards_first
 
 
-def backward_order(setting: Setting, shares_rows: bool) -> Sequence[int]:
+def backward_order(setting: Setting, forwards_first: bool) -> Sequence[int]:
     """Returns the micro-batches in the order in which they run backward."""
     order = range(setting.num_micro_batches)
-    return order if is_depth_first(setting, shares_rows) else order[::-1]
+    return order if is_depth_first(setting, forwards_first) else order[::-1]
 
 
 @cache
@@ -172,13 +174,18 @@ def evaluation_schedule(
     ops += _fetch_dirty(NEXT, following, num_waves)
     ops.append(Op("read_hot", NEXT))
     ops += _for_chunks("forward", THIS, this)
-    return _checked([*ops, Op("send_ids", AFTER), *_ids_arrive(AFTER, after or following)])
+    return _checked(
+        [*ops, Op("send_row_numbers", AFTER), *_row_numbers_arrive(AFTER, after or following)]
+    )
 
 
 @cache
 def first_batch_schedule(this: Setting, *, num_waves: int = 1) -> Schedule:
     """Returns the schedule that fetches the rows of the first batch, before the first step."""
-    ops = [Op(kind, THIS) for kind in ("send_header", "send_ids", "receive_ids", "lay_out")]
+    ops = [
+        Op(kind, THIS)
+        for kind in ("send_header", "send_row_numbers", "receive_row_numbers", "lay_out")
+    ]
     return _checked([*ops, *_fetch_dirty(THIS, this, num_waves), Op("read_hot", THIS)])
 
 
@@ -186,7 +193,13 @@ def first_batch_schedule(this: Setting, *, num_waves: int = 1) -> Schedule:
 def second_batch_schedule(following: Setting) -> Schedule:
     """Returns the schedule that sends the row numbers of the second batch, whose setting is
     ``following``, to home ranks, before the first step."""
-    return _checked([Op("send_header", NEXT), Op("send_ids", NEXT), *_ids_arrive(NEXT, following)])
+    return _checked(
+        [
+            Op("send_header", NEXT),
+            Op("send_row_numbers", NEXT),
+            *_row_numbers_arrive(NEXT, following),
+        ]
+    )
 
 
 def _for_chunks(kind: str, batch: int, setting: Setting, first: int = 0) -> list[Op]:
@@ -218,12 +231,12 @@ def _before_updates(following: Setting) -> list[Op]:
     return [Op("lay_out", NEXT), Op("send_header", AFTER), *clean]
 
 
-def _ids_arrive(batch: int, setting: Setting) -> list[Op]:
+def _row_numbers_arrive(batch: int, setting: Setting) -> list[Op]:
     mask = [Op("send_dirty_mask", batch)] if setting.lookahead else []
-    return [Op("receive_ids", batch), *mask]
+    return [Op("receive_row_numbers", batch), *mask]
 
 
-def _checked(ops: list[Op], shares_rows: bool = True) -> Schedule:
-    schedule = Schedule(tuple(ops), shares_rows)
+def _checked(ops: list[Op], forwards_first: bool = True) -> Schedule:
+    schedule = Schedule(tuple(ops), forwards_first)
     schedule.check()
     return schedule

@@ -72,11 +72,11 @@ def row_tracker(
 
     @torch.no_grad()
     def record_at_home(own: MicroBatchRows) -> None:
-        if own.module in own.rows.tracked:  # by an earlier micro-batch
+        if own.module in own.batch_rows.tracked:  # by an earlier micro-batch
             return
-        own.rows.tracked.add(own.module)
+        own.batch_rows.tracked.add(own.module)
         for kernel in kernels:
-            rows_by_table = kernel.split_rows(own.rows.looked_up(kernel.rows))
+            rows_by_table = kernel.split_rows(own.batch_rows.looked_up(kernel.rows))
             values_by_table = _values_by_table(tracker._mode, kernel)
             for (name, rows), values in zip(rows_by_table.items(), values_by_table):
                 if name in path_of:

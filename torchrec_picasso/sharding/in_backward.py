@@ -67,12 +67,12 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
 
         @torch.no_grad()
         def after_header() -> Awaitable[KeyedJaggedTensor]:
-            request.send_ids()  # all ranks know the counts of requested rows
+            request.send_row_numbers()  # all ranks know the counts of requested rows
             return Later(after_ids)
 
         @torch.no_grad()
         def after_ids() -> KeyedJaggedTensor:
-            request.receive_ids()  # home ranks know the requested rows
+            request.receive_row_numbers()  # home ranks know the requested rows
             return LaidOutFeatures.attach(sparse_features, request.lay_out())
 
         return Later(after_header)

@@ -97,7 +97,7 @@ class _PoolArrivals(Function):
         ctx: Any, anchor: Tensor, rows: MicroBatchRows, *scales_M: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.sink, ctx.pooling_M = rows.sink, rows.pooling_M
-        ctx.rows_M, pieces_M = [], []
+        ctx.matrices_M, pieces_M = [], []
         needed_M = ctx.needs_input_grad[2:]
         # one matrix is pooled while the next one is still on its way
         for arrived, scales_N, pooling, needed in zip(
@@ -105,7 +105,7 @@ class _PoolArrivals(Function):
         ):
             pieces_M.append(pooling.pool(arrived, scales_N))
             # Only the gradient of a scale needs the rows; else the graph must not keep them alive.
-            ctx.rows_M.append(arrived if needed else None)
+            ctx.matrices_M.append(arrived if needed else None)
         ctx.save_for_backward(*scales_M)
         return tuple(piece for pieces in pieces_M for piece in pieces)
 
@@ -127,7 +127,7 @@ class _PoolArrivals(Function):
         )
         scale_grads_M = [
             None if rows is None else pooling.gradient_of_scales(matrix_grads, rows)
-            for matrix_grads, rows, pooling in zip(grads_M, ctx.rows_M, pooling_M)
+            for matrix_grads, rows, pooling in zip(grads_M, ctx.matrices_M, pooling_M)
         ]
         return None, None, *scale_grads_M
 

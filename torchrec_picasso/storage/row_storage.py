@@ -83,17 +83,23 @@ class HotHomes:
         packs = [slice(start, end) for start, end in pairwise(hot.start_P1)]
         return [HotHomes(rank_H[pack], own_row_H[pack], on_host_H[pack]) for pack in packs]
 
-    def touched(self, slots_t: np.ndarray) -> TouchedHot:
-        """Finds which slots, int64 on the host, have their home rank here; one copy to the device
-        and no host sync."""
-        if not self.num_hot_rows:
-            return TouchedHot(self.own_row_H, self.own_row_H, self.own_row_H)
-        row_t = self.own_row_on_host_H[slots_t]
-        own_t = np.flatnonzero(row_t >= 0)
-        pieces = slots_t, slots_t[own_t], row_t[own_t]
+    @staticmethod
+    def touched(homes_P: Sequence[HotHomes], slots_P: Sequence[np.ndarray]) -> list[TouchedHot]:
+        """Finds which slots of each pack, int64 on the host, have their home rank here; one copy to
+        the device and no host sync."""
+        if not any(map(len, slots_P)):
+            nothing = homes_P[0].own_row_H
+            nothing = nothing[:0] if nothing.numel() else nothing
+            return [TouchedHot(nothing, nothing, nothing) for _ in homes_P]
+        pieces: list[np.ndarray] = []
+        for homes, slots_t in zip(homes_P, slots_P):
+            row_t = homes.own_row_on_host_H[slots_t]
+            own_t = np.flatnonzero(row_t >= 0)
+            pieces += [slots_t, slots_t[own_t], row_t[own_t]]
         joined = torch.from_numpy(np.concatenate(pieces))
-        on_device = joined.to(self.own_row_H.device, non_blocking=True)
-        return TouchedHot(*on_device.split(list(map(len, pieces))))
+        on_device = joined.to(homes_P[0].own_row_H.device, non_blocking=True)
+        found = iter(on_device.split(list(map(len, pieces))))
+        return list(map(TouchedHot, found, found, found))
 
     def broadcast(
         self, homes: Tensor, replicas: Tensor, ranks: Ranks, slots_s: Tensor | None = None
@@ -149,7 +155,7 @@ class RowStorage(nn.Module):
         """Weights and optimizer state of the pack."""
         self._homes, self._replicas = self.tables.weights.homes, self.tables.weights.replicas
         self._order = WriteOrder(device)
-        self._marked: Tensor | None = None  # all False between calls of which_are_among
+        self._marked: Tensor | None = None  # all 0 between calls of which_are_among
         self.homes_data = self._homes.data
         """Home rows with a separate version counter, for callers that take ``.data`` of them."""
         self._known_versions = self._versions()
@@ -188,19 +194,19 @@ class RowStorage(nn.Module):
             out_hD.copy_(self._replicas.index_select(0, slots_h))
 
     def which_are_among(self, rows_n: Tensor, others_m: Tensor) -> Tensor:
-        """Whether each home row is contained in a second list of home rows: bool, shape ``(n,)``.
+        """Whether each home row is contained in a second list of home rows: uint8, shape ``(n,)``.
 
         O(n + m) time; one byte per home row of the storage is kept.
         """
         if self._marked is None:
             self._marked = torch.zeros(
-                len(self._homes), dtype=torch.bool, device=self._homes.device
+                len(self._homes), dtype=torch.uint8, device=self._homes.device
             )
         # Set m flags, read n flags, clear the m flags: no sort, and no pass over all home rows.
         others_m = others_m.to(torch.int64)
-        self._marked.index_fill_(0, others_m, True)
+        self._marked.index_fill_(0, others_m, 1)
         found_n = self._marked.index_select(0, rows_n)
-        self._marked.index_fill_(0, others_m, False)
+        self._marked.index_fill_(0, others_m, 0)
         return found_n
 
     def update(

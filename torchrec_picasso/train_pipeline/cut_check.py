@@ -161,7 +161,7 @@ class CutEvidence:
     pipeline: type[TrainPipelineSparseDist]
     injected: Sequence[str]
     """Modules into whose backward the user injected work."""
-    taken: PipelinedModel
+    pipelined: PipelinedModel
     options: PipelineOptions
     draw: random.Random = field(default_factory=partial(random.Random, 0))
     """Draws the sizes and the order of torn pieces."""
@@ -189,21 +189,21 @@ class CutEvidence:
     def prove(self, inflight: InFlightBatch) -> Proof:
         """Traces the model once, with tensors that have no data. Collective."""
         # collective, so it comes before any decision of this rank alone
-        full_outputs = inflight.full_batch_outputs(self.taken.plain)
+        full_outputs = inflight.full_batch_outputs(self.pipelined.plain)
         # a proof follows the model's forward only, not code that runs beside or ahead of it
         functions = ("split_batch", "join_outputs", "custom_model_fwd")
         given = [name for name in functions if getattr(self.options, name) is not None]
         if given:
             return Proof(f"nothing is known of {', '.join(given)}; give a number")
-        if self.taken.postproc_modules:
+        if self.pipelined.postproc_modules:
             return Proof("modules run ahead of the model (pipeline_postproc=True)")
         if not inflight.num_samples:
             return Proof(None)
         outputs = [
-            Given(module_of(module), name, full_outputs[name].value, module.forward.give)
-            for name, module in self.taken.modules.items()
+            Given(module_of(module), name, full_outputs[name].value, module.forward.set_output)
+            for name, module in self.pipelined.modules.items()
         ]
-        return prove(self.taken.inner, inflight.batch, outputs, self.program.losses.reduction)
+        return prove(self.pipelined.inner, inflight.batch, outputs, self.program.losses.reduction)
 
     def compare(self, inflight: InFlightBatch) -> str | None:
         """Describes a difference on any rank; ``None`` = no rank sees one. Collective.
@@ -211,10 +211,10 @@ class CutEvidence:
         The rows of the in-flight batch are fetched or on their way.
         """
         # collective, so it comes before any decision of this rank alone
-        full_outputs = inflight.full_batch_outputs(self.taken.plain)
+        full_outputs = inflight.full_batch_outputs(self.pipelined.plain)
         is_cut = inflight.sizes_K[0] < inflight.num_samples
         found = self._difference(inflight, full_outputs) if is_cut else None
-        return agree_on(self.taken.pg, self.taken.device, found)
+        return agree_on(self.pipelined.pg, self.pipelined.device, found)
 
     def _difference(
         self, inflight: InFlightBatch, full_outputs: Mapping[str, FullBatchOutput]
@@ -230,10 +230,10 @@ class CutEvidence:
         if self.options.split is not split_batch:
             ways.popitem()
         still, whole = StillRandomness(), None
-        shortened = self.taken.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+        shortened = self.pipelined.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
         for way, cut in ways.items():
             try:
-                with restored_randomness(self.taken.device):
+                with restored_randomness(self.pipelined.device):
                     run = self._run(inflight, full_outputs, cut, still)
             except Exception as error:  # any error of a user's model
                 # the message quotes sizes, since a torn batch has other sizes than the step's
@@ -263,7 +263,7 @@ class CutEvidence:
 
         ``full_outputs`` are those of the sharded modules for the whole batch, by name.
         """
-        model = copy_model(self.taken.inner, self.taken.postproc_modules)
+        model = copy_model(self.pipelined.inner, self.pipelined.postproc_modules)
         # copies: a model may write into its batch, and the step still needs the original
         batch, context = copy_batch(inflight.batch), copy.copy(inflight.context)
         context.postproc_fwd_results = copy_batch(context.postproc_fwd_results)
@@ -272,13 +272,13 @@ class CutEvidence:
         losses_K: dict[int, Any] = {}
         outputs, program = [], self.program
         setting = replace(inflight.setting, num_micro_batches=len(cut.pieces_K))
-        at_once = is_depth_first(setting, inflight.shares_rows)
+        at_once = is_depth_first(setting, inflight.forwards_first)
         with still, torch.enable_grad():
             # in the order of a scheduled step
             for k in range(len(cut.pieces_K)):
                 self._give(given, cut, k)
                 part_of = partial(cut.joined, index=k)
-                with self.taken.postprocs.for_part(context, cut.sizes, part_of):
+                with self.pipelined.postprocs.for_part(context, cut.sizes, part_of):
                     losses, output = self._forward(model, cut.joined(pieces, k))
                 losses_K[k] = program.losses.checked(losses)
                 outputs.append(output)
@@ -300,9 +300,9 @@ class CutEvidence:
 
     def _give(self, given: Mapping[str, FullBatchOutput], cut: _Cut, index: int) -> None:
         """Gives sharded modules, which do not run, their output for one micro-batch's samples."""
-        for name, module in self.taken.modules.items():
+        for name, module in self.pipelined.modules.items():
             parts = [given[name].part(cut.sizes, p) for p in range(len(cut.sizes))]
-            module.forward.give(cut.joined(parts, index))
+            module.forward.set_output(cut.joined(parts, index))
 
     def _backward(self, losses_K: Mapping[int, Any], indices: Sequence[int], cut: _Cut) -> None:
         """Runs backward of some micro-batches, in this order.
@@ -310,8 +310,8 @@ class CutEvidence:
         One that would reach the model itself instead of its copy is refused: a method of the model
         was replaced by a function bound to the original.
         """
-        losses = [self.program.losses.part(losses_K, k, cut.sizes_K) for k in indices]
-        own = {id(parameter) for _, parameter in dense_parameters(self.taken.inner)}
+        losses = [self.program.losses.share(losses_K, k, cut.sizes_K) for k in indices]
+        own = {id(parameter) for _, parameter in dense_parameters(self.pipelined.inner)}
         # the graph's leaves (AccumulateGrad) name their parameter
         if any(id(getattr(node, "variable", None)) in own for node in backward_steps(losses)):
             raise CompatError("a function of the model runs another module than a copy's")

@@ -82,14 +82,14 @@ class Cuts:
         """
         self._evidence, self._proof, self._guard = evidence, None, None
         self._num_proofs = self._num_steps = 0
-        taken, why_whole = evidence.taken, evidence.taken.why_whole_batches()
+        pipelined, why_whole = evidence.pipelined, evidence.pipelined.why_whole_batches()
         if self._asked is not None:
             if self._asked > 1 and why_whole is not None:
                 raise CompatError(why_whole)
             self._choose_among(self._asked)
             return
         # with a few samples, or nothing to hide, micro-batches cannot be faster
-        may_pay = bool(taken.interleaved) and len(pieces_for(taken.look.num_samples)) > 1
+        may_pay = bool(pipelined.interleaved) and len(pieces_for(pipelined.look.num_samples)) > 1
         if why_whole is not None or not may_pay:
             self._settle_whole(why_whole)
 
@@ -161,7 +161,7 @@ class Cuts:
         if len(settings) == NUM_BATCHES:
             # a step with a proof or a comparison has no time
             counted = None if self._has_looked else span
-            self._choice.note_step(settings, counted, self._clock, self._evidence.taken.pg)
+            self._choice.note_step(settings, counted, self._clock, self._evidence.pipelined.pg)
 
     def _look(self, inflight: InFlightBatch, has_changed: bool) -> bool:
         """Runs a proof or a comparison if one is due; returns whether any ran. Collective."""
@@ -185,7 +185,7 @@ class Cuts:
         return has_looked
 
     def _agree_on(self, reason: str | None) -> str | None:
-        return agree_on(self._evidence.taken.pg, self._device, reason)
+        return agree_on(self._evidence.pipelined.pg, self._device, reason)
 
     def _prove(self, inflight: InFlightBatch) -> None:
         """Runs a proof on all ranks, and settles the number of micro-batches by its result."""
@@ -218,13 +218,13 @@ class Cuts:
 
     def _choose_among(self, num_micro_batches: int | None) -> None:
         """Lets the autotuner choose among the settings that may be fastest; ``None`` = any."""
-        taken = self._evidence.taken
-        is_interleaved = bool(taken.interleaved)
+        pipelined = self._evidence.pipelined
+        is_interleaved = bool(pipelined.interleaved)
         allowed = candidates(
-            num_micro_batches, self._lookahead, taken.look.num_samples, is_interleaved
+            num_micro_batches, self._lookahead, pipelined.look.num_samples, is_interleaved
         )
         if allowed != self._choice.allowed:
-            self._choice = SettingChoice(allowed, taken.planned_micro_batches, self._known)
+            self._choice = SettingChoice(allowed, pipelined.planned_micro_batches, self._known)
 
     def __str__(self) -> str:
         why = f"; batches are whole: {self._why_whole}" if self._why_whole else ""

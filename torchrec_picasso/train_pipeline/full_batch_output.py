@@ -1,4 +1,4 @@
-"""The full-batch output of a non-interleaved module, split by samples for micro-batches.
+"""The full-batch output of a plain module, split by samples for micro-batches.
 
 Shape letters: K micro-batches, V values that gradients run back to.
 """

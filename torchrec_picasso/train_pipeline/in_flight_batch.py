@@ -56,13 +56,13 @@ class InFlightBatch(Fetched):
     micro_batches_K: Sequence[Any]
     features_of: Mapping[str, KeyedJaggedTensor] = field(default_factory=dict)
     """Features that each interleaved module looks up for the whole batch, by its name."""
-    shares_rows: bool = True
-    """Whether micro-batches may not run depth first, see :func:`.is_depth_first`."""
+    forwards_first: bool = True
+    """Whether all micro-batches run forward before any runs backward."""
     groups: list[GroupBatch] = field(default_factory=list)
     """The batch by module group, from its request on."""
     full_outputs: dict[str, FullBatchOutput | UnsplitOutput] = field(default_factory=dict)
-    """Full-batch outputs by module name: outputs of non-interleaved modules, and weights that
-    feature processors make for interleaved ones."""
+    """Full-batch outputs by module name: outputs of plain modules, and weights that feature
+    processors make for interleaved ones."""
     losses_K: dict[int, Any] = field(default_factory=dict)
     outputs_K: dict[int, Any] = field(default_factory=dict)
     trained: set[tuple[str, int]] = field(default_factory=set)
@@ -100,7 +100,7 @@ class InFlightBatch(Fetched):
         At the last one all ranks reduce dense gradients and run backward of full-batch outputs,
         also those whose micro-batch has no samples, so that all start collectives in one order.
         """
-        return backward_order(self.setting, self.shares_rows)
+        return backward_order(self.setting, self.forwards_first)
 
     @property
     def is_one_backward(self) -> bool:
@@ -178,7 +178,7 @@ class InFlightBatch(Fetched):
         self.full_outputs[name] = keep(output, name)
 
     def compute_full_outputs(self, plain: Mapping[str, Any]) -> None:
-        """Computes the non-interleaved modules once per batch. Collective."""
+        """Computes the plain modules once per batch. Collective."""
         for name, module in plain.items():
             if name not in self.full_outputs:
                 module.forward.set_context(self.context)
@@ -187,7 +187,7 @@ class InFlightBatch(Fetched):
     def full_batch_outputs(self, plain: Mapping[str, Any]) -> dict[str, FullBatchOutput]:
         """Computes each pipelined module's output for the whole batch, without its graph.
 
-        Collective. The modules are those of all groups, and the non-interleaved ones, ``plain``.
+        Collective. The modules are those of all groups, and ``plain`` ones.
         """
         self.compute_full_outputs(plain)
         outputs = {name: self.full_outputs[name].detached() for name in plain}

@@ -1,8 +1,8 @@
 """A train pipeline that hides the exchange of rows and gradients behind the dense part.
 
-Each batch is split into micro-batches; while one computes, rows of the next one, gradients of the
-last one and the next batch's ids and clean rows are on the wire. The result is that of the plain
-loop: every row is updated once per batch, from the sum of its gradients.
+While a batch computes, row numbers and clean rows of later batches are on the wire. A batch may be
+split into micro-batches; then also its own rows and gradients are, while another one computes. The
+result is that of the plain loop: every row is updated once per batch, by the sum of its gradients.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torchrec_picasso.rows.refresh_policy import Refresh
 from torchrec_picasso.rows.refresher import Refreshed
 from torchrec_picasso.schedule.schedule import Schedule, Setting
 from torchrec_picasso.sharding.delta_tracker import begin_batch
+from torchrec_picasso.train_pipeline.batch_queue import BatchQueue
 from torchrec_picasso.train_pipeline.cut_check import CutEvidence
 from torchrec_picasso.train_pipeline.cuts import Cuts
 from torchrec_picasso.train_pipeline.hot_sets import HotSets
-from torchrec_picasso.train_pipeline.in_flight import InFlight
 from torchrec_picasso.train_pipeline.in_flight_batch import GroupBatch, InFlightBatch
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 from torchrec_picasso.train_pipeline.losses import Losses
@@ -165,10 +165,10 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._stock = StockSteps.find(model, self._options, self._device, self._execute_all_batches)
         asked = self._options.num_micro_batches if self._stock is None else 1
         self._cuts = Cuts(asked, self._options.lookahead, self._device)
-        self._in_flight = InFlight(
+        self._queue = BatchQueue(
             model, self._feed, self._options, self._cuts, self._lifecycle, self._id_stream
         )
-        self._taken: PipelinedModel | None = None
+        self._pipelined: PipelinedModel | None = None
         if self._stock is not None:
             self._model_fwd = self._stock.forward
 
@@ -216,7 +216,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     @property
     def schedule(self) -> Schedule:
         """The operations of a training step, in order."""
-        return self._in_flight.schedule(self._cuts.current)
+        return self._queue.schedule(self._cuts.current)
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Takes one step. Collective.
@@ -234,8 +234,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             PicassoError: If the step before did not end; see :meth:`reset`.
         """
         is_training, step = self._model.training, self._batch_count
-        naming_ranks = self._in_flight.peers.propagate_errors(
-            lambda: f"step {step}, {self._in_flight.doing}"
+        naming_ranks = self._queue.peers.propagate_errors(
+            lambda: f"step {step}, {self._queue.doing}"
         )
         with naming_ranks, self._watch.measuring(), explained_tracing():
             if self._stock is not None:
@@ -253,30 +253,30 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def _take_step(self, dataloader_iter: Iterator[In]) -> InFlightBatch:
         """Takes one step; returns its batch. Collective."""
-        in_flight = self._in_flight
+        queue = self._queue
         self._lifecycle.check_step()
         if self._lifecycle.state is State.DETACHED:
             self.attach(self._model)
         fetched = None
-        if not in_flight:
+        if not queue:
             fetched = self._feed.first(process_group_of(self._model), dataloader_iter)
         if self._lifecycle.state is State.NEW:
-            first = fetched or in_flight.first
+            first = fetched or queue.first
             self._take_over(first.batch, first.context)
         if fetched is not None:
-            in_flight.begin(fetched)
+            queue.begin(fetched)
         begin_batch(self._model)
-        assert self._taken is not None
-        self._taken.check_forwards()
+        assert self._pipelined is not None
+        self._pipelined.check_forwards()
         if self._hot_sets.have_changed():  # batches in flight have layouts of an older hot set
-            in_flight.prepare_again()
-        in_flight.fill(dataloader_iter)
+            queue.prepare_again()
+        queue.read_batches(dataloader_iter)
         with named_range(STEP_RANGE, self._batch_count):
-            in_flight.run_step()
+            queue.run_step()
             if self._model.training:
                 self._hot_sets.end_step()
         self._batch_count += 1
-        return in_flight.end_step()
+        return queue.end_step()
 
     def _optimizer_step(self) -> None:
         """Steps the optimizer; a subclass may override it, as in TorchRec's pipeline."""
@@ -299,8 +299,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         Until :meth:`attach` the model may be used, trained and loaded, on all ranks alike.
         """
         self._lifecycle.change_to(State.DETACHED)
-        if self._taken is not None:
-            self._original_kjt_dist_forwards = self._taken.original_dist_forwards
+        if self._pipelined is not None:
+            self._original_kjt_dist_forwards = self._pipelined.original_dist_forwards
         restore_regroups(self._regroups)
         self._cuts.train_whole_next()
         return super().detach()
@@ -323,7 +323,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         Messages on the wire end by themselves, so all ranks must have failed at the same operation.
         """
         super().reset()
-        self._in_flight.clear()
+        self._queue.clear()
         if self._stock is not None:
             self._stock.forget()
 
@@ -338,11 +338,11 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """
         if self._stock is not None:
             return Preparation()
-        taken = self._taken
-        if taken is None:
-            taken = self._trace(None, TrainPipelineContext())
-            taken.release(self._model)
-        return replace(taken.preparation, num_micro_batches=self.num_micro_batches)
+        pipelined = self._pipelined
+        if pipelined is None:
+            pipelined = self._trace(None, TrainPipelineContext())
+            pipelined.release(self._model)
+        return replace(pipelined.preparation, num_micro_batches=self.num_micro_batches)
 
     def _trace(self, batch: In | None, context: TrainPipelineContext) -> PipelinedModel:
         return PipelinedModel(
@@ -360,7 +360,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._pipelined_modules = found.pipelined
         self._original_forwards = found.original_forwards
         self._pipelined_postprocs = found.postproc_modules
-        before = self._taken if self._in_flight else None  # its look prepared batches in flight
+        before = self._pipelined if self._queue else None  # its look prepared batches in flight
         found.look_at(batch, context, known=None if before is None else before.look)
         program = _program_of(self, zero_grad=lambda: self._optimizer.zero_grad())
         try:
@@ -370,15 +370,15 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             raise
         found.join_splits()
         self._hot_sets.take(found.groups)
-        self._in_flight.work_with(Operations(program, found, self._id_stream))
-        self._taken, self._regroups = found, replace_regroups(found.inner, self._device)
+        self._queue.work_with(Operations(program, found, self._id_stream))
+        self._pipelined, self._regroups = found, replace_regroups(found.inner, self._device)
         self._lifecycle.change_to(State.ATTACHED)
 
     def summary(self) -> str:
         """Describes how each sharded module is run, after a step, and the setting, line by line."""
         if self._stock is not None:
             return "no table is hot/cold: a step is that of TorchRec's TrainPipelineSparseDist"
-        lines = [] if self._taken is None else self._taken.lines()
+        lines = [] if self._pipelined is None else self._pipelined.lines()
         return "\n".join([*lines, str(self._cuts)])
 
 

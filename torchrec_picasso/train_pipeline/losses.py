@@ -71,7 +71,7 @@ class Losses:
             return torch.sum(losses, dim=0)
         return torch.stack([part.sum() for part in losses]).sum()  # a ratio would divide by 0
 
-    def part(self, losses_K: Mapping[int, Any], index: int, sizes_K: Sequence[int]) -> Tensor:
+    def share(self, losses_K: Mapping[int, Any], index: int, sizes_K: Sequence[int]) -> Tensor:
         """Computes the 0-d loss of one micro-batch; their gradients sum up to those of the batch.
 
         ``losses_K`` are those of all micro-batches that have samples.
@@ -93,7 +93,7 @@ class Losses:
             if self.reduction == "ratio":
                 numerators, denominators = _whole_sums(losses_K)
                 return torch.sum(numerators / denominators, dim=0)
-            parts = [self.part(losses_K, index, sizes_K) for index in losses_K]
+            parts = [self.share(losses_K, index, sizes_K) for index in losses_K]
             return torch.stack(parts).sum()
 
 

@@ -44,7 +44,7 @@ class _Vote(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The functions that a pipeline's user gave it, each called as by TorchRec's pipeline."""
+    """Functions of a pipeline's user, each called as by TorchRec's pipeline."""
 
     model: nn.Module
     """The model that was passed to the pipeline."""
@@ -75,9 +75,9 @@ def _for_each_group(method: Callable[[GroupBatch], Callable[..., None]]) -> Call
 class Operations:
     """The operations of a schedule: one method ``_<kind>`` per kind of operation."""
 
-    def __init__(self, program: Program, taken: PipelinedModel, id_stream: IdStream) -> None:
+    def __init__(self, program: Program, pipelined: PipelinedModel, id_stream: IdStream) -> None:
         self.program = program
-        self.taken = taken
+        self.pipelined = pipelined
         self._id_stream = id_stream
         # by module name: whether it got gradients when any rank last had samples
         self._is_trained: dict[str, bool] = {}
@@ -98,20 +98,20 @@ class Operations:
             self._id_stream.hand_over([inflight.batch, *inflight.micro_batches_K], tensors)
 
     def _send_header(self, inflight: InFlightBatch) -> None:
-        """Starts the header exchanges, and the input dists of non-interleaved modules."""
-        for group in self.taken.groups:
+        """Starts the header exchanges, and the input dists of plain modules."""
+        for group in self.pipelined.groups:
             features_of, prepared = inflight.features_of, inflight.prepared
             request = group.request(features_of, inflight.sizes_K, inflight.has_data, prepared)
             inflight.groups.append(GroupBatch(group, request))
             if prepared is not None:
-                self.taken.num_prepared[request.is_prepared] += 1
-        if self.taken.plain:
-            self.taken.start_plain(inflight)
+                self.pipelined.num_prepared[request.is_prepared] += 1
+        if self.pipelined.plain:
+            self.pipelined.start_plain(inflight)
 
-    def _send_ids(self, inflight: InFlightBatch) -> None:
+    def _send_row_numbers(self, inflight: InFlightBatch) -> None:
         """Waits for the headers and sends ids; learns whether the data of all ranks has ended."""
-        go_on = [each.request.send_ids() for each in inflight.groups]
-        if self.taken.plain:
+        go_on = [each.request.send_row_numbers() for each in inflight.groups]
+        if self.pipelined.plain:
             self.program.wait_plain(inflight.context)
         inflight.is_end = not all(go_on)
         if inflight.is_end:
@@ -120,7 +120,7 @@ class Operations:
                 request.wait()
 
     # waits for the ids; then home ranks know the requested rows
-    _receive_ids = _for_each_group(lambda each: each.request.receive_ids)
+    _receive_row_numbers = _for_each_group(lambda each: each.request.receive_row_numbers)
     # starts to fetch the rows that the batch before does not update
     _fetch_clean = _for_each_group(lambda each: each.rows.fetch)
     # starts to fetch the other rows of one chunk
@@ -158,16 +158,16 @@ class Operations:
             # The model calls the module later; the call waits for the rows of its micro-batch.
             for number, (name, module) in enumerate(each.group.modules.items()):
                 acquired = inflight.acquire(run.micro_batches, each, name, number)
-                module.forward.take(partial(each.group.output, name, acquired))
-        inflight.compute_full_outputs(self.taken.plain)
+                module.forward.set_compute(partial(each.group.output, name, acquired))
+        inflight.compute_full_outputs(self.pipelined.plain)
         sizes = [each.num_samples for each in runs]
-        for name, module in self.taken.plain.items():
-            module.forward.give(inflight.full_outputs[name].part(sizes, run.number))
+        for name, module in self.pipelined.plain.items():
+            module.forward.set_output(inflight.full_outputs[name].part(sizes, run.number))
         # with several micro-batches, DDP reduces only in the last backward
         is_one = inflight.is_one_backward
         reducing = nullcontext() if is_one else without_reduction(self.program.model)
         part_of = itemgetter(run.number)
-        with reducing, self.taken.postprocs.for_part(inflight.context, sizes, part_of):
+        with reducing, self.pipelined.postprocs.for_part(inflight.context, sizes, part_of):
             losses, output = self.program.forward(run.batch)
         inflight.outputs_K[index] = output
         if self.program.model.training:  # in evaluation losses may have any form
@@ -194,7 +194,7 @@ class Operations:
             elif inflight.is_one_backward:
                 program.backward(program.losses.whole(losses_K[k]))
             else:
-                program.losses.part(losses_K, k, inflight.sizes_K).backward()
+                program.losses.share(losses_K, k, inflight.sizes_K).backward()
         if is_last:
             # the leaves of full-batch outputs now have all their gradients
             for whole in inflight.full_outputs.values():
@@ -212,12 +212,12 @@ class Operations:
         yes, no = _Vote.TRAINED, _Vote.UNTRAINED
         if not inflight.num_samples:
             yes, no = _Vote.TRAINED_WITHOUT_SAMPLES, _Vote.UNKNOWN
-        names = [name for group in self.taken.groups for name in group.modules]
+        names = [name for group in self.pipelined.groups for name in group.modules]
         votes: list[int] = [yes if name in trained else no for name in names]
         if any(each.request.header.any_looks_up_nothing for each in inflight.groups):
-            largest = torch.tensor(votes, device=self.taken.device)
-            note_all_reduce(largest.nbytes, self.taken.pg.size())
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.taken.pg)
+            largest = torch.tensor(votes, device=self.pipelined.device)
+            note_all_reduce(largest.nbytes, self.pipelined.pg.size())
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.pipelined.pg)
             votes = largest.tolist()
         for name, vote in zip(names, votes):
             if vote != _Vote.UNKNOWN:

@@ -93,7 +93,7 @@ class PipelinedModel:
                 )
             )
         self._dist_forwards: dict[str, list[Callable[..., Any]]] = {}
-        """Input dist forwards of the non-interleaved modules, before their splits were joined."""
+        """Input dist forwards of the plain modules, before their splits were joined."""
         self.interleaved: dict[str, Any] = {}
         """Interleaved modules, whose exchange a schedule drives, by name."""
         self.plain: dict[str, Any] = {}
@@ -270,7 +270,7 @@ class PipelinedModel:
         return self.look.why_whole or why_whole_batches(self.inner, self._unpipelined)
 
     def start_plain(self, inflight: InFlightBatch) -> None:
-        """Starts the input dists of the non-interleaved modules, on the ids' stream. Collective."""
+        """Starts the input dists of the plain modules, on the ids' stream. Collective."""
         with self.postprocs.for_batch(inflight.context):
             start_data_dist(list(self.plain.values()), inflight.batch, inflight.context)
         self.join_splits()

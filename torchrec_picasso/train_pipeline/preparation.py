@@ -25,7 +25,7 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.batches.prepared import PreparedBatch
 from torchrec_picasso.batches.split import micro_batch_sizes
-from torchrec_picasso.ops.id_reader import IdReader, PackedIds
+from torchrec_picasso.ops.id_reader import IdReader, PreparedIds
 from torchrec_picasso.ops.ids import IdSpace, PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.rows.group import merged_tables
@@ -130,7 +130,7 @@ class Preparation:
 
     def _read(
         self, group: Sequence[tuple[_Reading, KeyedJaggedTensor]], has_weights: bool
-    ) -> PackedIds | None:
+    ) -> PreparedIds | None:
         """Reads the ids of modules that share an exchange; ``None`` = the step has to."""
         readings, features_of = zip(*group)
         names = tuple(each.name for each in readings)
@@ -152,7 +152,7 @@ class Preparation:
                 by_module.append(with_weights(features, None).permute(order))
         one = by_module[0] if len(by_module) == 1 else KeyedJaggedTensor.concat(by_module)
         sizes_K = micro_batch_sizes(one.stride(), self.num_micro_batches)
-        return PackedIds.pack(reader.read(one, sizes_K, has_weights))
+        return PreparedIds.pack(reader.read(one, sizes_K, has_weights))
 
     @cached_property
     def _readers(self) -> dict[tuple[str, ...], tuple[IdReader | None, list[PackedTable]]]:

@@ -52,7 +52,7 @@ class InterleavedForward(PipelinedForward):
     It replaces ``forward`` of the module, as TorchRec's ``PipelinedForward`` does.
     """
 
-    _taken: Callable[[], Any] | None = None
+    _next: Callable[[], Any] | None = None
     _joined: Callable[[], LazyAwaitable[Any]] | None = None
 
     def take_apart(
@@ -71,14 +71,14 @@ class InterleavedForward(PipelinedForward):
             parts.append(part)
         self._joined = lambda: join([part() for part in parts])
 
-    def take(self, output: Callable[[], Any]) -> None:
-        """Makes the next call return the result of ``output``, which runs at that call."""
-        self._taken = output
+    def set_compute(self, compute: Callable[[], Any]) -> None:
+        """Makes the next call return the result of ``compute``, which runs at that call."""
+        self._next = compute
 
-    def give(self, output: Any) -> None:
+    def set_output(self, output: Any) -> None:
         """Makes the next call return this output."""
         is_lazy = isinstance(output, LazyAwaitable)
-        self._taken = lambda: output if is_lazy else LazyNoWait(output)
+        self._next = lambda: output if is_lazy else LazyNoWait(output)
 
     def whole_batch(self) -> Any:
         """Returns the output of TorchRec's pipelined forward."""
@@ -92,14 +92,14 @@ class InterleavedForward(PipelinedForward):
         """
         if self._joined is not None:
             return self._joined()
-        taken, self._taken = self._taken, None
-        if taken is None:
+        compute, self._next = self._next, None
+        if compute is None:
             raise CompatError(
                 f"{self._name} is called twice in one forward, or outside a step of the pipeline "
                 "that runs it; call its detach() before the model is used without it, or by "
                 "another pipeline"
             )
-        return taken()
+        return compute()
 
 
 class Postprocs:

@@ -77,7 +77,7 @@ def check_inverse_indices(given: KeyedJaggedTensor) -> None:
 
 def spread(module: Any, rows: MicroBatchRows) -> LazyAwaitable[Any]:
     """Computes a module's output from the whole batch's VBE features, expanded to the samples."""
-    features = rows.rows.layout.features_by_module[rows.module]
+    features = rows.batch_rows.layout.features_by_module[rows.module]
     assert isinstance(features, VariableBatchFeatures)
     strides_F, row_FB = features.stride_per_key(), features.row_of_sample_FB
     if module.group.plan.has_pooling:
@@ -98,7 +98,7 @@ class _PaddedRows(MicroBatchRows):
 
     @property
     def features(self) -> KeyedJaggedTensor:
-        return padded(self.rows.layout.features_by_module[self.module])
+        return padded(self.batch_rows.layout.features_by_module[self.module])
 
 
 def _spread_bags(

@@ -93,7 +93,7 @@ def test_waits_lie_within_operations_and_end_the_exchanges() -> None:
     timeline = _traced()[0]
     ops = {(s.step, s.op): s for s in timeline.spans if s.kind == "compute"}
     waits = [span for span in timeline.spans if span.kind == "wait"]
-    assert {"send_ids", "lay_out", "update"} <= {wait.op.kind for wait in waits}
+    assert {"send_row_numbers", "lay_out", "update"} <= {wait.op.kind for wait in waits}
     for wait in waits:
         around = ops[wait.step, wait.op]
         assert around.start_ms <= wait.start_ms < wait.end_ms <= around.end_ms
@@ -139,7 +139,7 @@ def test_what_was_still_in_flight_is_left_out() -> None:
     timeline = Timeline.from_profile(
         _profile(
             ("picasso step 7", 0, 100),
-            ("picasso op send_ids of the next batch", 10, 20),
+            ("picasso op send_row_numbers of the next batch", 10, 20),
             ("c10d::recv_", 11, 12),
             ("gloo:recv", 11.5, 12),  # nobody waited: ends with its call
             ("c10d::send", 13, 14),
@@ -155,8 +155,8 @@ def test_what_was_still_in_flight_is_left_out() -> None:
     )
     assert timeline.rank == 3
     assert [(s.kind, s.step, str(s.op), s.start_ms, s.end_ms) for s in timeline.spans] == [
-        ("compute", 7, "send_ids of the next batch", 0, 10),
-        ("exchange", 7, "send_ids of the next batch", 3, 50),
+        ("compute", 7, "send_row_numbers of the next batch", 0, 10),
+        ("exchange", 7, "send_row_numbers of the next batch", 3, 50),
         ("compute", 7, "forward 1", 40, 60),
         ("wait", 7, "forward 1", 45, 50),
     ]

@@ -42,7 +42,7 @@ from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 _log = logging.getLogger(__name__)
 
 
-class InFlight:
+class BatchQueue:
     """A queue of at most three batches: of this step, of the next, and of the one after."""
 
     def __init__(
@@ -63,7 +63,7 @@ class InFlight:
         self._inflights: deque[InFlightBatch] = deque()
         self._operations: Operations  # from work_with() on
         # of the plan; not known before the first step
-        self._num_waves, self._shares_rows = 1, True
+        self._num_waves, self._forwards_first = 1, True
         self._op: Op | str = ""
         self._led: set[Op] = set()  # operations that ran ahead of a step that has not begun
         self._num_changes = 0  # of the tables, when this pipeline last fetched rows
@@ -81,18 +81,18 @@ class InFlight:
         """Returns the schedule of a training step on batches with these settings, by the plan's
         waves of packs and order of micro-batches, which are known from the first step on."""
         waves = self._num_waves
-        return training_schedule(*settings, num_waves=waves, shares_rows=self._shares_rows)
+        return training_schedule(*settings, num_waves=waves, forwards_first=self._forwards_first)
 
     def work_with(self, operations: Operations) -> None:
         """Sets what runs the operations of schedules, and the model that they run."""
-        self._operations, taken = operations, operations.taken
-        self._feed.asks_ahead = has_stock_means(taken.plain.values()) or not taken.groups
-        self._num_waves = taken.num_waves
+        self._operations, pipelined = operations, operations.pipelined
+        self._feed.asks_ahead = has_stock_means(pipelined.plain.values()) or not pipelined.groups
+        self._num_waves = pipelined.num_waves
         # a ratio needs the sums over all micro-batches before the first backward, as rows do
-        self._shares_rows = self._options.loss_reduction == "ratio" or taken.shares_rows
+        self._forwards_first = self._options.loss_reduction == "ratio" or pipelined.shares_rows
         # a model that is attached again may have new modules for the batches in flight
         for inflight in self._inflights:
-            for each, group in zip(inflight.groups, taken.groups):
+            for each, group in zip(inflight.groups, pipelined.groups):
                 each.group = group
 
     def begin(self, fetched: Fetched) -> None:
@@ -122,7 +122,7 @@ class InFlight:
                 if again is self.first:
                     self._fetch_rows()
 
-    def fill(self, batches: Iterator[Any]) -> None:
+    def read_batches(self, batches: Iterator[Any]) -> None:
         """Fetches batches until a step has all that it works on, or data has ended. Collective.
 
         As in TorchRec's pipeline, gradients are cleared before the last of them is read: that
@@ -163,7 +163,7 @@ class InFlight:
             if flags.homes_written:
                 for each in inflight.groups:
                     each.rows.fetch_again()
-                self._num_changes = self._taken.num_changes
+                self._num_changes = self._pipelined.num_changes
         if not is_training:
             inflight.is_whole = True
             self._cuts.train_whole_next()
@@ -172,7 +172,7 @@ class InFlight:
         inflight.is_whole = counts_gradients(self._model)
         self._cuts.decide(inflight, flags.model_changed)
         self._run(schedule)
-        self._num_changes = self._taken.num_changes
+        self._num_changes = self._pipelined.num_changes
         self._cuts.end_step(settings)
 
     def end_step(self) -> InFlightBatch:
@@ -190,8 +190,8 @@ class InFlight:
         self._lifecycle.reset()
 
     @property
-    def _taken(self) -> PipelinedModel:
-        return self._operations.taken
+    def _pipelined(self) -> PipelinedModel:
+        return self._operations.pipelined
 
     @property
     def _pg(self) -> dist.ProcessGroup:
@@ -212,20 +212,20 @@ class InFlight:
         """Starts to agree with all ranks on the flags of a step. Collective."""
         # another driver of the tables may have trained them, or taken over what was written, while
         # rows of this one were in flight
-        was_changed = self._taken.num_changes != self._num_changes
+        was_changed = self._pipelined.num_changes != self._num_changes
         flags = Flags(
-            homes_written=was_changed or self._taken.was_written(),
+            homes_written=was_changed or self._pipelined.was_written(),
             model_changed=self._model.training and self._cuts.has_changed(self.first.batch),
             refused=any(inflight.refusal for inflight in self._inflights),
         )
-        return Agreement(self._pg, self._taken.device, flags)
+        return Agreement(self._pg, self._pipelined.device, flags)
 
     def _agreed(self, agreement: Agreement) -> Flags:
         """Returns the flags of all ranks, or raises a rank's refusal on all ranks. Collective."""
         self._op = "agreement of ranks"
         flags = Flags.largest(agreement.wait())
         if flags.refused:
-            device = self._taken.device
+            device = self._pipelined.device
             first_with_data, _ = find_data(self._pg, device, self._inflights[-1].has_data)
             # a rank that can make no empty batch needs one only if another rank has data
             if first_with_data is not None:
@@ -235,10 +235,10 @@ class InFlight:
         return flags
 
     def _lead(self, schedule: Iterable[Op]) -> None:
-        """Runs the first operations of a schedule, those of later batches alone. Collective.
+        """Runs the operations at the head of a schedule, up to one that does not lead. Collective.
 
-        They need no answer of other ranks and change nothing of this batch or the model, so they
-        run while the answer to :meth:`_ask` and the rows of this batch travel.
+        They are of later batches, need no answer of other ranks and change nothing of this batch or
+        the model, so they run while the answer to :meth:`_ask` and the rows of this batch travel.
         """
         ahead = takewhile(lambda op: KINDS[op.kind].leads, schedule)
         missing = [op for op in ahead if op not in self._led]
@@ -266,8 +266,8 @@ class InFlight:
     def _fetch_rows(self) -> None:
         """Fetches the rows of the first batch before any step. Collective."""
         if self._agreed(self._ask()).homes_written:
-            self._taken.apply_writes()
-        self._num_changes = self._taken.num_changes
+            self._pipelined.apply_writes()
+        self._num_changes = self._pipelined.num_changes
         self._run(first_batch_schedule(self.first.setting, num_waves=self._num_waves))
 
     def _prepared(self, fetched: Fetched) -> InFlightBatch:
@@ -298,11 +298,11 @@ class InFlight:
         others are empty. Other ranks may still split theirs.
         """
         batch, prepared = fetched.batch, fetched.prepared
-        if prepared is not None and prepared.plan != self._taken.preparation.plan:
+        if prepared is not None and prepared.plan != self._pipelined.preparation.plan:
             fetched = replace(fetched, prepared=None)  # of another model
         with self._id_stream.working():
             self._id_stream.take_batch(batch if prepared is None else prepared)
-            features_of, num_samples = self._taken.read(batch, fetched.context)
+            features_of, num_samples = self._pipelined.read(batch, fetched.context)
             sizes_K = micro_batch_sizes(num_samples, setting.num_micro_batches)
             micro_batches_K = [batch, *[None] * (setting.num_micro_batches - 1)]
             # sizes_K[0] == num_samples: too few samples for more than one micro-batch
@@ -321,5 +321,5 @@ class InFlight:
             sizes_K=sizes_K,
             micro_batches_K=micro_batches_K,
             features_of=features_of,
-            shares_rows=self._shares_rows,
+            forwards_first=self._forwards_first,
         )
