@@ -1,9 +1,13 @@
 """Pooling and its gradients against autograd through one-hot matrices."""
 
+from dataclasses import replace
+from unittest.mock import patch
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchrec_picasso.ops import segment_reduction
 from torchrec_picasso.ops.segment_reduction import (
     PoolingIndex,
     gradient_of_rows,
@@ -49,6 +53,9 @@ def test_equals_a_matrix_product(data: st.DataObject, weighted: bool, mean: bool
     with torch.no_grad():
         pooled_SD = pool_rows(rows_UD, scaled_N, index)
         actual = [gradient_of_rows(upstream_SD, scaled_N, index)]
+        with patch.object(segment_reduction, "_PIECE", 2):
+            by_piece = replace(index, most_lookups=num_lookups)
+            torch.testing.assert_close(gradient_of_rows(upstream_SD, scaled_N, by_piece), actual[0])
     if weights_N is not None:
         grad_N = gradient_of_weights(upstream_SD, rows_UD.detach(), index)
         actual += torch.autograd.grad(scaled_N, weights_N, grad_N)

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -212,6 +213,7 @@ def cut_pooling(
     micro_batch_N: Tensor | None,
     lookups_MK: Counts,
     num_rows_M: Sequence[int],
+    most_lookups: int = 0,
 ) -> list[list[PoolingIndex]]:
     """Splits the pooling of a batch into the pooling of its micro-batches.
 
@@ -224,6 +226,7 @@ def cut_pooling(
         micro_batch_N: Result of :func:`micro_batch_of_lookup`; ``None`` for one micro-batch.
         lookups_MK: Number of lookups, on the host.
         num_rows_M: Number of rows.
+        most_lookups: Of a row; 0 on the CPU.
 
     Returns:
         The pooling by micro-batch and matrix.
@@ -281,6 +284,7 @@ def cut_pooling(
             mean_S=cut.mean_MK[matrix][k],
             gradient_position_U=None if position_G is None else position_G[groups],
             source_N=None if bags.source_N is None else bags.source_N[low:high],
+            most_lookups=most_lookups,
         )
 
     return [
@@ -359,7 +363,7 @@ def _shifted(indexes: Sequence[tuple[dict[str, int], PoolingIndex]]) -> list[Poo
         for name, start in starts.items()
         if start and (tensor := getattr(index, name)) is not None
     ]
-    changes: list[dict[str, Tensor]] = [{} for _ in indexes]
+    changes: list[dict[str, Any]] = [{} for _ in indexes]
     if wanted:
         numbers, names, tensors, starts = zip(*wanted)
         for number, name, shifted in zip(numbers, names, torch._foreach_sub(tensors, starts)):

@@ -20,6 +20,8 @@ from torchrec_picasso.ops.row_order import first_of_runs, nonzero_indices, sort_
 _LARGEST_INT32 = 2**31 - 1
 _MEAN_EPS = 1e-6
 """Added to the divisor of a weighted mean, as in TorchRec's row-wise mean pooling."""
+_PIECE = 256
+"""Summands that one warp of a GPU adds in a row: about as many as hide the cost of a second sum."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,12 @@ class PoolingIndex:
     all rows of the matrix, in request order."""
     source_N: Tensor | None = None
     """KeyedJaggedTensor position of each lookup, int64; ``None`` without weights."""
+    most_lookups: int = 0
+    """A bound of the lookups of a row, on an accelerator only."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held, for stream bookkeeping."""
-        yield from (tensor for tensor in vars(self).values() if tensor is not None)
+        yield from (value for value in vars(self).values() if isinstance(value, Tensor))
 
     @property
     def num_lookups(self) -> int:
@@ -125,9 +129,8 @@ def gradient_of_rows(grad_SD: Tensor, weights_N: Tensor | None, index: PoolingIn
     if weights_N is not None:
         # Weights from bag order to lookups grouped by row, as bags_by_row_N.
         weights_by_row_N = weights_N.index_select(0, index.lookups_by_row_N)
-    return gather_sum(
-        grad_SD.contiguous(), index.bags_by_row_N, index.row_offsets_U1, weights_by_row_N
-    )
+    add = gather_sum if index.most_lookups <= 2 * _PIECE else sum_in_pieces
+    return add(grad_SD.contiguous(), index.bags_by_row_N, index.row_offsets_U1, weights_by_row_N)
 
 
 def gradient_of_weights(grad_SD: Tensor, rows_RD: Tensor, index: PoolingIndex) -> Tensor:
@@ -167,6 +170,20 @@ def gather_sum(
     return torch.embedding_bag(
         rows, indices, offsets, False, 0, False, weights, include_last_offset=True
     )[0]
+
+
+def sum_in_pieces(rows: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    """As :func:`gather_sum`, for long segments: pieces of them are summed first, in a fixed order.
+
+    A GPU's operator adds each segment in a single warp: a row with 8,192 lookups takes as long as
+    all others together.
+    """
+    every = torch.arange(0, indices.numel(), _PIECE, device=indices.device)
+    # A piece ends with its segment or at a multiple of _PIECE; where both fall together, one is
+    # empty.
+    starts = torch.cat([offsets[:-1], every]).sort().values
+    pieces = gather_sum(rows, indices, torch.cat([starts, offsets[-1:]]), weights)
+    return gather_sum(pieces, None, torch.searchsorted(starts, offsets), None)
 
 
 def sum_by_row(

@@ -97,8 +97,11 @@ class RowRoute(Route):
             located.counts_PQ[:, 1:].reshape(-1, size).t(),
             bits_to_words(located.is_used_H).expand(size, -1),
         ]
+        kept = [located.counts_PQ.reshape(-1), lookups_J]
+        if num_lookups and lookups_J.device.type != "cpu":
+            kept.append(rows.counts_U.max().view(1))
         return _Request(
-            words=RouteWords(sent, kept=[located.counts_PQ.reshape(-1), lookups_J]),
+            words=RouteWords(sent, kept=kept),
             outside_ids=ids.outside_ids,
             is_prepared=prepared is not None,
             route=self,
@@ -124,9 +127,12 @@ class _Request(RouteRequest):
     """Micro-batch of each lookup in bag order, int64; ``None`` = there is one."""
     _packs: Sequence[_PackRequest] = field(init=False)
     _lookups_MKJ: Sequence[Sequence[Sequence[int]]] = field(init=False)
+    _most_lookups: int = field(init=False)
+    """Of a row, 0 on the CPU."""
 
     def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
-        (counts_WX, bits_WX), (counts_n, lookups_n) = words
+        (counts_WX, bits_WX), (counts_n, lookups_n, *most_lookups) = words
+        self._most_lookups = sum(int(most) for (most,) in most_lookups)
         route, located = self.route, self.located
         own_PQ = counts_n.reshape(located.counts_PQ.shape)
         num_packs, world_size = len(own_PQ), len(counts_WX)
@@ -203,6 +209,7 @@ class _Request(RouteRequest):
             micro_batch_N=self.micro_batch_N,
             lookups_MK=[[sum(runs) for runs in runs_K] for runs_K in self._lookups_MKJ],
             num_rows_M=num_rows_M,
+            most_lookups=self._most_lookups,
         )
         pooling_KM: list[list[Pooling]] = [
             [
