@@ -173,7 +173,7 @@ def gather_sum(
 
 
 def sum_in_pieces(rows: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-    """As :func:`gather_sum`, for long segments: pieces of them are summed first, in a fixed order.
+    """Sums like :func:`gather_sum`; pieces of long segments are summed first, in a fixed order.
 
     A GPU's operator adds each segment in a single warp: a row with 8,192 lookups takes as long as
     all others together.

@@ -23,7 +23,7 @@ from torchrec_picasso.app.runs.pace import Pace
 from torchrec_picasso.app.runs.placements import make_placement
 from torchrec_picasso.cost.local import PHASES, LocalCosts, LocalWork, PhaseCost, SideCosts
 
-_WARMUP_STEPS, _TIMED_STEPS = 2, 5
+_WARMUP_STEPS, _TIMED_STEPS = 1, 5
 _WARMUP_STEPS_SLOW, _TIMED_STEPS_SLOW = 1, 2
 _SLOW_STEP_S = 1.0
 """Fewer steps are taken of probes that the network makes slower than this."""
@@ -50,8 +50,8 @@ PROBES = (
     _Probe(tables=26, batch_size=512, dim=128, rows_per_sample=4),
     _Probe(tables=26, batch_size=4096, dim=64, rows_per_sample=1),
     _Probe(tables=26, batch_size=2048, dim=128, rows_per_sample=1 / 8),
-    _Probe(tables=26, batch_size=4096, dim=128, rows_per_sample=4),
-    _Probe(tables=26, batch_size=4096, dim=128, rows_per_sample=1 / 8),
+    _Probe(tables=26, batch_size=3072, dim=128, rows_per_sample=2),
+    _Probe(tables=26, batch_size=3072, dim=128, rows_per_sample=1 / 8),
     _Probe(tables=60, batch_size=1024, dim=32, rows_per_sample=2),
     _Probe(tables=40, batch_size=1024, dim=8, rows_per_sample=1, ids=5),
     _Probe(tables=26, batch_size=1024, dim=64, rows_per_sample=1 / 4, ids=5),
