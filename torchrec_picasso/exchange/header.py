@@ -24,7 +24,7 @@ from torchrec_picasso.exchange.all_to_all import Ranks
 from torchrec_picasso.exchange.waiting import wait_for
 
 _NUM_OWN_WORDS = 3
-"""Outside ids, bad weights, and the state: the bits that follow, then the number of rows."""
+"""Outside ids, bad weights, and the state: the bits that follow, then ``most_asked``."""
 _HAS_DATA, _BAD_LENGTHS, _LOOKS_UP_NOTHING, _STATES = 1, 2, 4, 8
 
 

@@ -237,7 +237,7 @@ def cut_pooling(
     """
     offsets_S1 = bags.offsets_S1
     # Shape (N,), in bag order: the fetched row of each lookup, counted over all matrices.
-    row_of_lookup_N = fetch_position_U.index_select(0, rows.row_of_lookup_N)
+    fetch_position_N = fetch_position_U.index_select(0, rows.row_of_lookup_N)
     lookups_KM = [list(counts) for counts in zip(*lookups_MK)]
     # groups_KM: number of distinct rows.
     if micro_batch_N is None:
@@ -276,7 +276,7 @@ def cut_pooling(
             "gradient_position_U": row_at[matrix],
         }
         return starts, PoolingIndex(
-            row_of_lookup_N=row_of_lookup_N[low:high],
+            row_of_lookup_N=fetch_position_N[low:high],
             bag_offsets_S1=None if is_sequence else offsets_S1[first_bag : end_bag + 1],
             bags_by_row_N=(grouped.lookups_N if is_sequence else bags_by_row_N)[by_row],
             lookups_by_row_N=grouped.lookups_N[by_row],
