@@ -49,17 +49,15 @@ ALL_KINDS = [
 ]
 
 
-def world_of(world_size: int, num_packs: int) -> World:
+def world_of(world_size: int, num_packs: int, are_sequences: bool = False) -> World:
     """Two tables a pack, packs of different dims, some rows with replicas."""
     blocks = [3] * world_size
-    return make_world(
-        world_size,
-        [
-            table_of(f"{pack}{name}", pack, 4 * (1 + pack), blocks, [1, 2], features)
-            for pack in range(num_packs)
-            for name, features in (("a", 1), ("b", 2))
-        ],
-    )
+    tables = [
+        table_of(f"{pack}{name}", pack, 4 * (1 + pack), blocks, [1, 2], features)
+        for pack in range(num_packs)
+        for name, features in (("a", 1), ("b", 2))
+    ]
+    return make_world(world_size, [replace(own, is_sequence=are_sequences) for own in tables])
 
 
 def put_on_device(world: World) -> None:
@@ -214,7 +212,7 @@ def test_few_keys_are_sorted_as_integers_of_few_bits(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("num_parts", [1, 3])
-@pytest.mark.parametrize("kind", ["rows", "all"])
+@pytest.mark.parametrize("kind", ["rows", "sequences", "all"])
 def test_a_device_trains_as_the_cpu(
     kind: str, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +220,7 @@ def test_a_device_trains_as_the_cpu(
         monkeypatch.setattr(segment_reduction, "_PIECE", 1)  # gradients are summed in pieces
     both = []
     for has_device in (False, True):
-        world = world_of(2, 2) if kind == "rows" else make_world(2, ALL_KINDS)
+        world = make_world(2, ALL_KINDS) if kind == "all" else world_of(2, 2, kind == "sequences")
         if has_device:
             put_on_device(world)
         trained = Trained(world, num_parts, lookahead=True, weighted=kind == "all")
