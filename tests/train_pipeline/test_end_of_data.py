@@ -163,28 +163,31 @@ def test_ranks_stop_together_where_not_all_batches_are_executed(name: str) -> No
     compare_runs(by_rank, "interleaved", "plain")
 
 
-def _early_new_iterators(rank: int, world_size: int, num_first: int) -> dict[str, Run]:
-    """New iterators after ``num_first`` steps, 5 and 3 batches, then 2 and 2, then to the end."""
+def _early_new_iterators(
+    rank: int, world_size: int, num_first: int, who: tuple[int, ...]
+) -> dict[str, Run]:
+    """New iterators of some ranks after ``num_first`` steps, 5 and 3 batches, then 2 more."""
     job, first, second = JOBS["stock"], (5, 3), range(10, 12)
     results = {}
     for kind in ("plain", "interleaved"):
         model = build(job, rank, world_size)
         if kind == "plain":
-            outputs = plain_steps(
-                model, [*_padded(job, rank, first), *batches_of(job, rank, second)]
-            )
+            more = batches_of(job, rank, second) if rank in who else [empty_of(job)] * len(second)
+            outputs = plain_steps(model, [*_padded(job, rank, first), *more])
         else:
             pipeline = pipeline_of(model, num_micro_batches=1)
             batches = iter(batches_of(job, rank, range(first[rank])))
             outputs = [pipeline.progress(batches) for _ in range(num_first)]
-            outputs += run_to_the_end(pipeline, iter(batches_of(job, rank, second)))
+            more = iter(batches_of(job, rank, second)) if rank in who else batches
+            outputs += run_to_the_end(pipeline, more)
         results[kind] = result_of(model, []), outputs
     return results
 
 
+@pytest.mark.parametrize("who", [(0, 1), (1,)])
 @pytest.mark.parametrize("num_first", [4, 5])
-def test_new_iterators_before_the_end_is_known(num_first: int) -> None:
-    by_rank = run_ranks(_early_new_iterators, 2, num_first, timeout_s=60)
+def test_new_iterators_before_the_end_is_known(num_first: int, who: tuple[int, ...]) -> None:
+    by_rank = run_ranks(_early_new_iterators, 2, num_first, who, timeout_s=60)
     compare_runs(by_rank, "interleaved", "plain")
 
 

@@ -170,6 +170,45 @@ def test_bad_input_is_refused_on_all_ranks_alike() -> None:
             assert without == prepared
 
 
+def _halved(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    features.values().div_(2, rounding_mode="floor")
+    return features
+
+
+def _halved_by_numpy(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    features.values().numpy()[:] //= 2
+    return features
+
+
+def _other_lengths(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    lengths = features.lengths().view(len(features.keys()), -1).flip(1)  # as many of each feature
+    return KeyedJaggedTensor(features.keys(), features.values(), lengths=lengths.flatten())
+
+
+CHANGES = (_halved, _halved_by_numpy, _other_lengths, lambda features: features)
+
+
+def _changed_since(rank: int, world_size: int) -> Any:
+    """Each batch after its preparation, in place or by other features; the last is as it was."""
+    runs = {}
+    for is_prepared in (True, False):
+        model = build(JOBS["rows"], rank, 2)
+        pipeline = pipeline_of(model, num_micro_batches=1)
+        batches = batches_of(JOBS["rows"], rank, range(len(CHANGES)))
+        given = list(map(pipeline.preparation(), batches)) if is_prepared else batches
+        for batch, change in zip(batches, CHANGES):
+            batch.sparse_features = change(batch.sparse_features)
+        outputs = run_to_the_end(pipeline, iter(given))
+        runs[is_prepared] = result_of_module(model, [], ("ebc",)), outputs
+        if is_prepared:
+            assert _counts(pipeline.summary()) == (1, len(CHANGES) - 1)
+    return runs
+
+
+def test_ids_that_changed_since_are_read_again() -> None:
+    compare_runs(run_once(_changed_since, 2), True, False, rtol=0, atol=0)
+
+
 class _Numbers(torch.utils.data.Dataset):
     """Batches by number, made in the worker."""
 

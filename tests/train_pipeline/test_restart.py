@@ -37,6 +37,7 @@ from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 HOT_COLD = Job(placement={"*": 2, "one_row": 1}, tables=ODD, batch_sizes=(12,))
 WAVES = dataclasses.replace(HOT_COLD, waves={"a": 1, "two_rows": 2})
 MIXED = Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN, batch_sizes=(12,))
+STOCK = Job(placement={"*": "table_wise"}, tables=PLAIN, batch_sizes=(12, 7))
 STEPS = range(9)
 
 
@@ -78,15 +79,15 @@ def _reset_and_go_on(pipeline: Any, batches: Iterator[Batch]) -> list[Tensor]:
 
 
 class _Faulty(Iterator[Batch]):
-    """Batches, one of which cannot be read."""
+    """Batches, some of which cannot be read."""
 
-    def __init__(self, batches: list[Batch], broken: int) -> None:
+    def __init__(self, batches: list[Batch], *broken: int) -> None:
         self._batches = enumerate(batches)
         self._broken = broken
 
     def __next__(self) -> Batch:
         index, batch = next(self._batches)
-        if index == self._broken:
+        if index in self._broken:
             raise BrokenError
         return batch
 
@@ -103,6 +104,18 @@ def _iterator_raises(model: Any, pipeline: Any, job: Job, rank: int) -> list[Ten
         pipeline.progress(batches)
     pipeline.reset()
     return outputs + run_to_the_end(pipeline, batches)
+
+
+def _one_iterator_raises(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
+    """Rank 1 cannot read its second and fourth batch; rank 0 waits for it, and loses nothing."""
+    if rank == 0:
+        return run_to_the_end(pipeline, iter(batches_of(job, rank, (0, 2, *STEPS[4:]))))
+    batches = _Faulty(batches_of(job, rank, STEPS), 1, 3)
+    with pytest.raises(BrokenError):
+        pipeline.progress(batches)
+    with pytest.raises(BrokenError):
+        pipeline.progress(batches)
+    return run_to_the_end(pipeline, batches)
 
 
 def _bad_batches(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
@@ -164,12 +177,16 @@ CASES: dict[str, tuple[Callable[..., list[Tensor]], Job, int, list[int]]] = {
     "forward raised, waves": (_forward_raises, WAVES, 4, AROUND_RAISED),
     "forward raised, stock beside": (_forward_raises, MIXED, 4, AROUND_RAISED),
     "iterator raised": (_iterator_raises, HOT_COLD, 2, [0, 1, 2, 7, 8]),
+    "iterator raised, stock": (_iterator_raises, STOCK, 1, [0, 1, 2, 7, 8]),
+    "iterator of one rank raised": (_one_iterator_raises, HOT_COLD, 2, [0, 2, *STEPS[4:]]),
+    "iterator of one rank raised, stock": (_one_iterator_raises, STOCK, 1, [0, 2, *STEPS[4:]]),
     "interrupted": (_interrupted, HOT_COLD, 2, AROUND_RAISED),
     "bad batches": (_bad_batches, HOT_COLD, 2, [1, 5, 6, 7, 8]),
     "detached, K=1": (_trained_while_detached, HOT_COLD, 1, AROUND_DETACHED),
     "detached, K=4": (_trained_while_detached, HOT_COLD, 4, AROUND_DETACHED),
     "detached, waves": (_trained_while_detached, WAVES, 1, AROUND_DETACHED),
     "detached, stock beside": (_trained_while_detached, MIXED, 4, AROUND_DETACHED),
+    "detached, stock": (_trained_while_detached, STOCK, 1, AROUND_DETACHED),
 }
 """What happens, to which job, with how many micro-batches, and the batches that are trained on."""
 

@@ -17,8 +17,8 @@ from torchrec_picasso.ops.id_reader import PreparedIds
 class PreparedBatch(Pipelineable):
     """A batch and its ids, as read by a :class:`.Preparation`.
 
-    A pipeline unpacks it: the model gets ``batch``. Ids that change after the preparation would be
-    trained as they were.
+    A pipeline unpacks it: the model gets ``batch``. Ids that changed after the preparation are read
+    again.
     """
 
     def __init__(

@@ -19,45 +19,54 @@ from torchrec_picasso.exchange.agreement import Agreement
 
 
 class UntilAllEnd(Iterator[Any]):
-    """Yields the batches of an iterator, on the host.
+    """Yields a rank's batches, on the host, and after the last one empty ones.
 
     Collective: all ranks ask for batches equally often. The first batch costs 16 bytes to each
-    rank. After its last one a rank yields empty ones until :attr:`have_all_ended` is set.
+    rank; StopIteration if no rank has one.
 
     Args:
         pg: The ranks.
         device: Device on which the collectives of ``pg`` run.
         split: Makes an empty batch from another one.
         execute_all_batches: If not, all ranks stop as soon as one has no batch; the batch of
-            another rank is :attr:`kept`.
+            another rank is kept.
         asks_ahead: Whether ranks tell each other of every batch, at the same cost, so that none is
             empty on all ranks. On too if a rank's batch cannot be cut to no samples.
         are_data: Whether each batch in flight is this rank's data, in order; appended to.
-        kept: A batch that comes before those of the iterator; ``None`` = no batch.
     """
 
     def __init__(
         self,
-        batches: Iterator[Any],
         pg: dist.ProcessGroup,
         device: torch.device,
         split: SplitBatch,
         execute_all_batches: bool,
         asks_ahead: bool,
         are_data: deque[bool],
-        kept: Any = None,
     ) -> None:
-        self.batches = batches
         self._pg, self._device, self._split = pg, device, split
         self._execute_all_batches = execute_all_batches
         self.asks_ahead = asks_ahead or not execute_all_batches or pg.size() == 1
         self._are_data = are_data
-        self.kept = kept
-        """A batch that waits for the next iterator; ``None`` = no batch waits."""
-        self.have_all_ended = False
-        """Whether no rank has a batch any more; set by who trains the batches."""
+        self._batches: Iterator[Any] | None = None
         self._has_ended = False
+        self._own: deque[Any] = deque()  # batches of this rank that were read
         self._last: Any = None
+
+    def read(self, batches: Iterator[Any], num_batches: int, is_first: bool) -> None:
+        """Reads batches until so many wait, or the data ends. Not collective.
+
+        An error of the data loses nothing, since no operation of a step has begun. ``is_first`` =
+        no batch is in flight, on any rank.
+        """
+        if batches is not self._batches:
+            self._batches, self._has_ended = batches, False
+        while len(self._own) < num_batches and not self._has_ended:
+            batch = next(batches, None)
+            self._has_ended = batch is None
+            self._own += [] if batch is None else [batch]
+        if is_first:
+            self._last = None
 
     def __next__(self) -> Any:
         """Returns the next batch, maybe an empty one.
@@ -66,12 +75,7 @@ class UntilAllEnd(Iterator[Any]):
             StopIteration: On all ranks at once.
             CompatError: If a rank needs an empty batch and a batch cannot be split.
         """
-        if self.have_all_ended:
-            raise StopIteration
-        own, self.kept = self.kept, None
-        if own is None and not self._has_ended:
-            own = next(self.batches, None)
-            self._has_ended = own is None
+        own = self._own.popleft() if self._own else None
         is_data = own is not None
         if self._last is None or self.asks_ahead:
             own = self._agreed(own)
@@ -88,7 +92,7 @@ class UntilAllEnd(Iterator[Any]):
         have_data_W, asks_W = zip(*told)
         self.asks_ahead = any(asks_W)
         if not any(have_data_W) or not (all(have_data_W) or self._execute_all_batches):
-            self.kept = own
+            self._own.extendleft([] if own is None else [own])
             raise StopIteration
         empty = None
         if self._last is None and not all(have_data_W):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -46,10 +46,12 @@ class PreparedIds:
     lengths: tuple[int, ...]
     """Number of values of each part, in the order of :meth:`pack`."""
     sizes: tuple[int, ...]
+    digest: int
+    """The :func:`digest` of the features."""
 
     @staticmethod
-    def pack(ids: ReadIds) -> PreparedIds:
-        """Packs ids."""
+    def pack(ids: ReadIds, features: KeyedJaggedTensor) -> PreparedIds:
+        """Packs ids that were read from features."""
         rows = ids.rows
         parts = [rows.ids_U, rows.counts_U, rows.row_of_lookup_N, rows.lookups_by_row_N]
         parts += [ids.bags.offsets_S1, ids.outside_ids.view(1)]
@@ -58,6 +60,7 @@ class PreparedIds:
             values=torch.cat([part.to(rows.ids_U.dtype) for part in parts]),
             lengths=tuple(map(len, parts)),
             sizes=ids.sizes,
+            digest=digest(features),
         )
 
     def unpack(self) -> ReadIds:
@@ -118,13 +121,13 @@ class IdReader:
         sizes_K: Sequence[int | None],
         is_weighted: bool,
     ) -> bool:
-        """Whether ids read before are what :meth:`read` would find, if the values are the same."""
-        _, _, num_lookups, _, num_offsets, _, *num_sources = ids.lengths
+        """Whether ids read before are what :meth:`read` would find; one host sync on CUDA."""
+        _, _, _, _, num_offsets, _, *num_sources = ids.lengths
         return (
             ids.sizes == self._sizes(sizes_K)
             and bool(num_sources) == (is_weighted and self.plan.has_pooling)
             and num_offsets == features.lengths().numel() + 1
-            and num_lookups == features.values().numel()
+            and ids.digest == digest(features)
         )
 
     def _sizes(self, sizes_K: Sequence[int | None]) -> tuple[int, ...]:
@@ -134,3 +137,16 @@ class IdReader:
             return ()
         # the order of pooled bags does not depend on the split
         return sizes if any(self.plan.is_sequence_M) or not sizes else (sum(sizes),)
+
+
+def digest(features: KeyedJaggedTensor) -> int:
+    """Sums ids and lengths times random factors, modulo 2^64: other ones have another sum."""
+    numbers = torch.cat([features.lengths().long(), features.values().long()])
+    factors = _factors(1 << numbers.numel().bit_length(), numbers.device)
+    return int(numbers.mul_(factors[: numbers.numel()]).sum())
+
+
+@cache
+def _factors(num: int, device: torch.device) -> Tensor:
+    """Random integers, the same in every process."""
+    return torch.randint(1 << 62, (num,), generator=torch.Generator().manual_seed(0)).to(device)

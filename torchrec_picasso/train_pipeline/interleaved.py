@@ -240,7 +240,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         with naming_ranks, self._watch.measuring(), explained_tracing():
             if self._stock is not None:
                 output: Out = super().progress(self._stock.batches(dataloader_iter, self))
-                num_samples, groups = self._stock.end_step(), list[GroupBatch]()
+                num_samples, groups = self._stock.end_step(self), list[GroupBatch]()
             else:
                 inflight = self._take_step(dataloader_iter)
                 num_samples, groups = inflight.num_samples, inflight.groups
@@ -313,6 +313,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._lifecycle.change_to(State.NEW)
         restore_regroups(self._regroups)
         super().attach(model, sparse_dist)
+        if self.contexts:  # of a stock plan: TorchRec has started their input dist again
+            self.wait_sparse_data_dist(self.contexts[0])
 
     def reset(self) -> None:
         """Drops the batches in flight, for a new start after an exception; all ranks call it.

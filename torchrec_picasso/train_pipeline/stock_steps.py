@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,6 +36,9 @@ from torchrec_picasso.train_pipeline.model_parts import (
 )
 from torchrec_picasso.train_pipeline.options import PipelineOptions
 
+_BATCHES = 3
+"""In flight in the middle of a step of TorchRec's pipeline."""
+
 
 class StockSteps:
     """Gives TorchRec's pipeline batches until the data of all ranks has ended, and a forward."""
@@ -49,7 +54,6 @@ class StockSteps:
         self._forward = options.custom_model_fwd or model
         self._device, self._execute_all_batches = device, execute_all_batches
         self._losses = Losses(options.loss_reduction)
-        self._batches: UntilAllEnd | None = None
         self._are_data: deque[bool] = deque()
         """Whether each batch in flight is this rank's data, or an empty one after its end."""
         self._num_samples = 0
@@ -63,53 +67,33 @@ class StockSteps:
             return None
         return cls(model, *arguments)
 
+    @cached_property
+    def _batches(self) -> UntilAllEnd:
+        return UntilAllEnd(
+            process_group_of(self._model),
+            self._device,
+            self._options.split,
+            self._execute_all_batches,
+            # TorchRec has no means of no samples
+            asks_ahead=has_stock_means([self._model]),
+            are_data=self._are_data,
+        )
+
     def batches(
         self, batches: Iterator[Any], pipeline: TrainPipelineSparseDist[Any, Any]
-    ) -> UntilAllEnd:
-        """Returns the batches with empty ones after them; the same object for the same iterator.
-
-        Drops the next batch in flight if it is no rank's data. Collective.
-        """
-        before = self._batches
-        has_dropped = self._drop_empty(pipeline)
-        if before is None or before.batches is not batches:
-            self._batches = UntilAllEnd(
-                batches,
-                process_group_of(self._model),
-                self._device,
-                self._options.split,
-                self._execute_all_batches,
-                # TorchRec has no means of no samples
-                asks_ahead=has_stock_means([self._model]),
-                are_data=self._are_data,
-                kept=None if before is None else before.kept,
-            )
-        assert self._batches is not None
-        if has_dropped and pipeline.batches:
-            pipeline.enqueue_batch(self._batches)  # a step begins with two batches
-        return self._batches
-
-    def _drop_empty(self, pipeline: TrainPipelineSparseDist[Any, Any]) -> bool:
-        """Drops the first batches in flight if they are no rank's data. Collective."""
-        while len(self._are_data) > len(pipeline.batches):
+    ) -> Iterator[Any]:
+        """Returns the batches of a step, with empty ones after them. Collective."""
+        in_flight = len(pipeline.batches)
+        while len(self._are_data) > in_flight:
             self._are_data.pop()  # of a batch that could not be copied to the device
-        has_dropped = False
-        while pipeline.batches and self._is_over(pipeline.contexts[0]):
-            has_dropped = True
-            for request in pipeline.contexts[0].input_dist_tensors_requests.values():
-                request.wait()
-            pipeline.dequeue_batch()
-            self._are_data.popleft()
-            if pipeline.batches:  # another empty one, or the first of another iterator
-                pipeline.start_sparse_data_dist(pipeline.batches[0], pipeline.contexts[0])
-                pipeline.wait_sparse_data_dist(pipeline.contexts[0])
-            elif self._batches is not None:
-                self._batches.have_all_ended = True
-        return has_dropped
+        self._batches.read(batches, _BATCHES - in_flight, is_first=not in_flight)
+        if in_flight == 1:
+            pipeline.enqueue_batch(chain(self._batches))  # a step begins with two batches
+        return chain(self._batches)  # a new object, or TorchRec asks no more after StopIteration
 
     def _is_over(self, context: TrainPipelineContext) -> bool:
         """Whether the next batch in flight is no rank's data. Collective."""
-        if self._batches is None or self._batches.asks_ahead:
+        if self._batches.asks_ahead:
             return False
         sizes_W = _batch_sizes(context)
         if len(sizes_W) == process_group_of(self._model).size() and any(sizes_W):
@@ -131,14 +115,25 @@ class StockSteps:
         loss = self._losses.stand_in(losses)
         return (loss * 0.0 if loss.requires_grad else no_gradients(self._model)), output
 
-    def end_step(self) -> int:
-        """Returns the samples of the batch that was trained, for reports; 0 if uncountable."""
+    def end_step(self, pipeline: TrainPipelineSparseDist[Any, Any]) -> int:
+        """Drops the next batches in flight if they are no rank's data. Collective.
+
+        Returns the samples of the batch that was trained, for reports; 0 if uncountable.
+        """
         self._are_data.popleft()
+        while pipeline.batches and self._is_over(pipeline.contexts[0]):
+            for request in pipeline.contexts[0].input_dist_tensors_requests.values():
+                request.wait()
+            pipeline.dequeue_batch()
+            self._are_data.popleft()
+            if pipeline.batches:  # another empty one, or the first of another iterator
+                pipeline.start_sparse_data_dist(pipeline.batches[0], pipeline.contexts[0])
+                pipeline.wait_sparse_data_dist(pipeline.contexts[0])
         return self._num_samples
 
     def forget(self) -> None:
-        """Drops a batch that was kept, and what is known of those in flight."""
-        self._batches = None
+        """Drops batches that were read, and what is known of those in flight."""
+        self.__dict__.pop("_batches", None)
         self._are_data.clear()
 
 
