@@ -24,9 +24,8 @@ _LARGEST_INT32 = 2**31 - 1
 # Rows of several packs are concatenated before an exchange and split after it. On one core, 24
 # tables in two or four packs took 9 to 12 ms more than in one with 21,700 rows of D=128, 1.7 and
 # 2.9 ms with 5,900, 3.7 ms with 21,700 of D=64 (four packs): 0.3 to 1.0 ns for each of four copies
-# of an element, and 0.6 ms per pack.
+# of an element, beside the cost of a pack.
 _COPY_NS = 0.7
-_PACK_MS = 0.3  # per pack, in forward and again in backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +129,7 @@ def exchange_times(
         row_elements=row_elements,
         # pooled output of one micro-batch; rows and their gradients of the whole batch
         buffer_elements=totals.pooled_elements / num_parts + 2 * row_elements,
+        packs=num_packs - 1,
     )
     # every rank updates all touched replicas and its own home rows
     updated = replace(
@@ -151,9 +151,8 @@ def exchange_times(
         bag_elements=totals.bag_elements,
     )
     ours, million_bag_lookups = costs.hot_cold, totals.bag_lookups * 1e-6
-    packs_ms = 0.0
-    if num_packs > 1:  # two copies of each element in forward, two in backward
-        packs_ms = _PACK_MS * (num_packs - 1) + 2 * totals.cold_elements * _COPY_NS * 1e-6
+    # two copies of each element in forward, two in backward
+    copies_ms = 2 * totals.cold_elements * _COPY_NS * 1e-6 if num_packs > 1 else 0.0
     call_ms, pool_ms, gather_ms = ours.forward.split_ms(fetched)
     backward_call_ms, sum_ms, update_ms = ours.backward.split_ms(updated)
     bag_sum_ms = ours.backward.split_ms(bag_work)[1]
@@ -163,10 +162,10 @@ def exchange_times(
         call_ms=call_ms,
         pool_ms=pool_ms,
         bag_pool_ms=ours.forward.split_ms(bag_work)[1],
-        gather_ms=gather_ms + packs_ms,
+        gather_ms=gather_ms + copies_ms,
         backward_call_ms=backward_call_ms,
         sum_ms=sum_ms,
-        update_ms=update_ms + packs_ms + bag_sum_ms + bag_sort_ms,
+        update_ms=update_ms + copies_ms + bag_sum_ms + bag_sort_ms,
     )
 
 

@@ -44,6 +44,7 @@ class LocalWork:
     row_elements: float = 0.0  # rows x dim
     buffer_elements: float = 0.0  # elements of the large buffers that the phase allocates
     updated: float = 0.0  # home rows and replicas that the optimizer updates on this rank
+    packs: float = 0.0  # packs of the exchange after the first
 
     def terms(self) -> tuple[float, ...]:
         """Returns the factors of the coefficients of :class:`PhaseCost`; products are in ms."""
@@ -57,6 +58,7 @@ class LocalWork:
             self.row_elements * 1e-6,
             max(0.0, self.buffer_elements - _KEPT_BYTES / _ELEMENT_BYTES) * 1e-6,
             self.updated * 1e-6,
+            self.packs,
         )
 
 
@@ -73,6 +75,7 @@ class PhaseCost:
     row_element_ns: float = 0.0  # per row and column
     paged_element_ns: float = 0.0  # added per buffer element beyond the kept memory
     update_ns: float = 0.0  # per updated row, for any dim
+    pack_ms: float = 0.0  # per further pack
 
     def ms(self, work: LocalWork) -> float:
         """Returns the milliseconds of the phase."""
@@ -82,7 +85,7 @@ class PhaseCost:
         """Returns the milliseconds per call, for lookups, and for rows; page faults count for
         lookups, because micro-batches reduce the buffers of lookups."""
         ms = {term: getattr(self, term) * x for term, x in zip(_TERMS, work.terms())}
-        call_ms = ms["fixed_ms"] + ms["feature_us"]
+        call_ms = ms["fixed_ms"] + ms["feature_us"] + ms["pack_ms"]
         rows_ms = ms["row_ns"] + ms["row_element_ns"] + ms["update_ns"]
         return call_ms, sum(ms.values()) - call_ms - rows_ms, rows_ms
 
@@ -127,9 +130,16 @@ class SideCosts:
 # element.
 _ASSUMED_HOT_COLD = SideCosts(
     input_dist=PhaseCost(fixed_ms=2.9, feature_us=18, lookup_ns=115, row_ns=60),
-    forward=PhaseCost(fixed_ms=0.9, lookup_ns=1, row_ns=46, bag_element_ns=1.0, row_element_ns=2.0),
+    forward=PhaseCost(
+        fixed_ms=0.9, lookup_ns=1, row_ns=46, bag_element_ns=1.0, row_element_ns=2.0, pack_ms=0.3
+    ),
     backward=PhaseCost(
-        fixed_ms=1.6, lookup_ns=16, bag_element_ns=0.5, row_element_ns=3.7, update_ns=150
+        fixed_ms=1.6,
+        lookup_ns=16,
+        bag_element_ns=0.5,
+        row_element_ns=3.7,
+        update_ns=150,
+        pack_ms=0.3,
     ),
 )
 _ASSUMED_STOCK = SideCosts(
@@ -152,7 +162,7 @@ _ASSUMED_STOCK = SideCosts(
 # the sweep of docs/dev/log.md, 2026-11-24. Its update of a stock row takes 17 to 38 ns.
 _NEWER_HOT_COLD = SideCosts(
     input_dist=PhaseCost(
-        fixed_ms=1.5, feature_us=8.7, lookup_ns=26, bag_element_ns=0.06, update_ns=31
+        fixed_ms=1.5, feature_us=8.7, lookup_ns=26, bag_element_ns=0.06, update_ns=31, pack_ms=0.2
     ),
     forward=PhaseCost(
         fixed_ms=0.35,
@@ -160,6 +170,7 @@ _NEWER_HOT_COLD = SideCosts(
         row_element_ns=0.76,
         paged_element_ns=2.0,
         update_ns=40,
+        pack_ms=0.15,
     ),
     backward=PhaseCost(
         fixed_ms=0.68,
@@ -168,6 +179,7 @@ _NEWER_HOT_COLD = SideCosts(
         row_element_ns=3.0,
         paged_element_ns=0.62,
         update_ns=42,
+        pack_ms=0.6,
     ),
     step_ms=5.2,
 )

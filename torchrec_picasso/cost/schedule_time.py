@@ -30,6 +30,8 @@ class Message:
 
     ms: float
     core_share: float = 0.0
+    latency_ms: float = 0.0
+    """The part of ``ms`` that does not depend on the number of bytes."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ class OpTime:
         """Returns the part of one wave; operations with waves have no exposed messages."""
         message = self.message
         if message is not None:
-            message = Message(share * message.ms, message.core_share)
+            latency_ms = message.latency_ms
+            ms = latency_ms + share * (message.ms - latency_ms)
+            message = replace(message, ms=ms)
         return OpTime(share * self.compute_ms, message)
 
 

@@ -115,7 +115,8 @@ class StepPricer:
             return None
         ms = self.curves.ms(collective, num_bytes, self.world_size)
         core_ms = self.curves.core_ns_per_byte * num_bytes * 1e-6
-        return Message(ms, min(1.0, core_ms / ms) if ms > 0 else 0.0)
+        latency_ms = min(ms, self.curves.ms(collective, 0, self.world_size))
+        return Message(ms, min(1.0, core_ms / ms) if ms > 0 else 0.0, latency_ms)
 
     def _times(
         self,

@@ -13,7 +13,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,13 @@ class _Probe:
     """Rows in use of each table, relative to its lookups; a small ratio repeats ids."""
     ids: int = 1
     """Lookups of a bag."""
+    packs: int = 1
+    """Packs of the tables: columns are 1, 2, .. times ``dim``."""
+
+    @property
+    def table_dims(self) -> list[int]:
+        """Columns of each table."""
+        return [self.dim * (1 + t * self.packs // self.tables) for t in range(self.tables)]
 
 
 PROBES = (
@@ -53,7 +60,8 @@ PROBES = (
     _Probe(tables=26, batch_size=3072, dim=128, rows_per_sample=2),
     _Probe(tables=26, batch_size=3072, dim=128, rows_per_sample=1 / 8),
     _Probe(tables=60, batch_size=1024, dim=32, rows_per_sample=2),
-    _Probe(tables=40, batch_size=1024, dim=8, rows_per_sample=1, ids=5),
+    _Probe(tables=24, batch_size=256, dim=8, rows_per_sample=1, packs=4),
+    _Probe(tables=40, batch_size=1024, dim=8, rows_per_sample=1, ids=5, packs=4),
     _Probe(tables=26, batch_size=1024, dim=64, rows_per_sample=1 / 4, ids=5),
     _Probe(tables=26, batch_size=1024, dim=128, rows_per_sample=1, ids=5),
 )
@@ -107,8 +115,8 @@ def _probe(
     """Work of a shape, and ms by phase: the median over steps of the slowest rank."""
     num_ids = probe.batch_size * probe.ids  # of each table
     used = max(1, round(num_ids * probe.rows_per_sample))
-    rows = max(used, _TABLES_BYTES // (probe.tables * probe.dim * _ELEMENT_BYTES))
-    collection = bag_collection([rows] * probe.tables, [probe.dim] * probe.tables)
+    rows = max(used, _TABLES_BYTES // (sum(probe.table_dims) * _ELEMENT_BYTES))
+    collection = bag_collection([rows] * probe.tables, probe.table_dims)
     placement = make_placement(
         placement_name, collection, pg, device_type=device.type, batch_size=probe.batch_size
     )
@@ -140,15 +148,17 @@ def _probe(
     # expected number of distinct rows in the batches of all ranks
     updated_per_table = used * (1 - (1 - 1 / used) ** (num_ids * pg.size()))
     buffered = bags + 2 * unique if placement_name == "hot_cold" else 2 * bags
+    dim = fmean(probe.table_dims)
     work = LocalWork(
         features=probe.tables,
         lookups=lookups,
         rows=unique,
-        lookup_elements=lookups * probe.dim,
-        bag_elements=bags * probe.dim,
-        row_elements=unique * probe.dim,
-        buffer_elements=buffered * probe.dim,
+        lookup_elements=lookups * dim,
+        bag_elements=bags * dim,
+        row_elements=unique * dim,
+        buffer_elements=buffered * dim,
         updated=probe.tables * updated_per_table / pg.size(),
+        packs=probe.packs - 1 if placement_name == "hot_cold" else 0,
     )
     slowest = torch.tensor(times, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
