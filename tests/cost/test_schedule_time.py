@@ -72,6 +72,11 @@ def test_depth_first_the_wire_never_waits_for_a_second_forward() -> None:
     assert step_price(setting, times).step_ms == pytest.approx(19)
 
 
+def test_each_wave_sends_a_share_of_the_bytes_with_the_whole_latency() -> None:
+    times = times_of(send_gradients=OpTime(message=Message(4.0, latency_ms=1.0)))
+    assert step_price(WHOLE, times, (0.25, 0.75)).wire_ms == pytest.approx(2 * 1 + 3)
+
+
 def test_a_wave_is_updated_while_the_other_is_on_the_wire() -> None:
     # after backward: gradients until 4 and 8; updates from 4 to 10 and on to 16; dirty rows of the
     # first wave from 10 to 14, of the second from 16 to 20. In one wave: 8 + 12 + 8

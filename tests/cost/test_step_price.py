@@ -174,6 +174,20 @@ def test_modules_are_called_one_by_one_but_a_step_is_one() -> None:
     assert two_exchanges.wire_ms == pytest.approx(one_exchange.wire_ms + 5 * 0.3)
 
 
+def test_each_further_pack_and_each_wave_has_its_price() -> None:
+    each = PhaseCost(pack_ms=2.0)
+    costs = LocalCosts(
+        hot_cold=SideCosts(input_dist=each, forward=each, backward=each), stock=FREE.stock
+    )
+    pricer = StepPricer(network(local=costs), 2, micro_batch_counts=[1])
+    totals = HotColdTotals.from_table(work(), 0, "bags")
+    one, four = (pricer.price(totals, num_packs=packs) for packs in (1, 4))
+    assert four.compute_ms == pytest.approx(one.compute_ms + 3 * 3 * 2.0)
+    in_waves = pricer.price(totals, num_packs=4, num_bag_waves=4)
+    # three rows and three gradients messages more, each with its latency
+    assert in_waves.wire_ms == pytest.approx(four.wire_ms + 6 * 0.3)
+
+
 @pytest.mark.parametrize("pooling", [1, 5])
 def test_lookups_are_read_and_bags_are_written_as_often_as_in_a_real_module(pooling: int) -> None:
     module = bag_collection([50, 60], [8, 16])

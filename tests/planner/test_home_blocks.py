@@ -37,11 +37,11 @@ def may_stand(blocks: tuple[int, ...]) -> bool:
 
 
 @settings(deadline=None)
-@given(data=st.data(), world_size=st.integers(1, 9), most_asked=st.sampled_from([9, 60]))
-def test_every_row_has_one_home(data: st.DataObject, world_size: int, most_asked: int) -> None:
+@given(data=st.data(), world_size=st.integers(1, 9), most_rows=st.sampled_from([9, 60]))
+def test_every_row_has_one_home(data: st.DataObject, world_size: int, most_rows: int) -> None:
     tables = []
     for _ in range(data.draw(st.integers(1, 4))):
-        rows = data.draw(st.integers(1, most_asked))
+        rows = data.draw(st.integers(1, most_rows))
         seen = sorted(data.draw(st.sets(st.integers(0, rows - 1))))
         loads = [data.draw(st.floats(0, 100)) for _ in seen]
         tables.append(

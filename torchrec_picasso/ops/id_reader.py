@@ -47,7 +47,7 @@ class PreparedIds:
     """Number of values of each part, in the order of :meth:`pack`."""
     sizes: tuple[int, ...]
     digest: int
-    """The :func:`digest` of the features."""
+    """Of the features that were read, to see whether they changed."""
 
     @staticmethod
     def pack(ids: ReadIds, features: KeyedJaggedTensor) -> PreparedIds:
@@ -60,7 +60,7 @@ class PreparedIds:
             values=torch.cat([part.to(rows.ids_U.dtype) for part in parts]),
             lengths=tuple(map(len, parts)),
             sizes=ids.sizes,
-            digest=digest(features),
+            digest=_digest(features),
         )
 
     def unpack(self) -> ReadIds:
@@ -127,7 +127,7 @@ class IdReader:
             ids.sizes == self._sizes(sizes_K)
             and bool(num_sources) == (is_weighted and self.plan.has_pooling)
             and num_offsets == features.lengths().numel() + 1
-            and ids.digest == digest(features)
+            and ids.digest == _digest(features)
         )
 
     def _sizes(self, sizes_K: Sequence[int | None]) -> tuple[int, ...]:
@@ -139,8 +139,11 @@ class IdReader:
         return sizes if any(self.plan.is_sequence_M) or not sizes else (sum(sizes),)
 
 
-def digest(features: KeyedJaggedTensor) -> int:
-    """Sums ids and lengths times random factors, modulo 2^64: other ones have another sum."""
+def _digest(features: KeyedJaggedTensor) -> int:
+    """Sums ids and lengths times random factors, modulo 2^64.
+
+    Other ids or lengths have the same sum with a chance below 1e-9.
+    """
     numbers = torch.cat([features.lengths().long(), features.values().long()])
     factors = _factors(1 << numbers.numel().bit_length(), numbers.device)
     return int(numbers.mul_(factors[: numbers.numel()]).sum())

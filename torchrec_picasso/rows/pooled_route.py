@@ -316,10 +316,8 @@ class _IncomingBags(IncomingRequests):
         )
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
-        bags, lookups = (
-            self.served_by_fetch.slice_of(exchange),
-            slice(*self.lookups_E1[exchange:][:2]),
-        )
+        bags = self.served_by_fetch.slice_of(exchange)
+        lookups = slice(*self.lookups_E1[exchange:][:2])
         # One exchange is a slice of bags and a slice of lookups; offsets count from its first
         # lookup.
         sums_SD = storage.pool(

@@ -131,8 +131,8 @@ class _Request(RouteRequest):
     """Of a row, 0 on the CPU."""
 
     def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
-        (counts_WX, bits_WX), (counts_n, lookups_n, *most_lookups) = words
-        self._most_lookups = sum(int(most) for (most,) in most_lookups)
+        (counts_WX, bits_WX), (counts_n, lookups_n, *most) = words
+        self._most_lookups = int(most[0][0]) if most else 0
         route, located = self.route, self.located
         own_PQ = counts_n.reshape(located.counts_PQ.shape)
         num_packs, world_size = len(own_PQ), len(counts_WX)

@@ -11,11 +11,10 @@ staggered: one wave is updated and fetched again while the gradients of the next
 wire.
 
 Two micro-batches that share no rows (all packs are pooled by their home ranks) run depth first: the
-first one runs forward and backward while
-the rows of the second arrive, and its gradients are sent while the second one computes, so the wire
-is never idle. Otherwise all run forward, then all backward in reverse order. The gradients of the
-first micro-batch then travel last, and no computation hides them; of more than two, it is therefore
-made small (:func:`.micro_batch_sizes`).
+first one runs forward and backward while the rows of the second arrive, and its gradients are sent
+while the second one computes, so the wire is never idle. Otherwise all run forward, then all
+backward in reverse order. The gradients of the first micro-batch then travel last, and no
+computation hides them; of more than two, it is therefore made small (:func:`.micro_batch_sizes`).
 """
 
 from __future__ import annotations
@@ -112,8 +111,8 @@ def training_schedule(
     are on the wire.
 
     The next batch has by default the setting of this batch, and the batch after that the setting of
-    the next. ``num_waves`` counts the waves of packs. ``forwards_first`` is
-    that of :class:`Schedule`.
+    the next. ``num_waves`` counts the waves of packs. ``forwards_first`` is that of
+    :class:`Schedule`.
     """
     following = following or this
     waves = _waves(num_waves)

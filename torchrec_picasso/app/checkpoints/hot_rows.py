@@ -47,9 +47,9 @@ def read_hot_rows(checkpoint: Path) -> dict[str, Tensor] | None:
     if not path.is_file():
         return None
     hot_rows = _read(path)
-    most_asked = path.stat().st_size // 8  # a tensor may claim more than the file holds
+    most_rows = path.stat().st_size // 8  # a tensor may claim more than the file holds
     if not isinstance(hot_rows, dict) or not all(
-        isinstance(name, str) and _are_rows(rows, most_asked) for name, rows in hot_rows.items()
+        isinstance(name, str) and _are_rows(rows, most_rows) for name, rows in hot_rows.items()
     ):
         raise _damaged(path)
     return hot_rows
@@ -70,9 +70,9 @@ def read_uses(checkpoint: Path) -> SavedUses | None:
     num_batches, tables = document["batches"], document["tables"]
     if not isinstance(num_batches, float) or not 0 <= num_batches < math.inf:
         raise _damaged(path)
-    most_asked = path.stat().st_size // 8
+    most_rows = path.stat().st_size // 8
     if not isinstance(tables, dict) or not all(
-        isinstance(name, str) and _are_uses(value, most_asked) for name, value in tables.items()
+        isinstance(name, str) and _are_uses(value, most_rows) for name, value in tables.items()
     ):
         raise _damaged(path)
     return SavedUses(
@@ -109,19 +109,19 @@ def adopt_hot_rows(plan: ShardingPlan, hot_rows: Mapping[str, Tensor]) -> bool:
     return True
 
 
-def _are_rows(rows: object, most_asked: int) -> bool:
+def _are_rows(rows: object, most_rows: int) -> bool:
     if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.layout != torch.strided:
         return False
-    if rows.dim() != 1 or rows.device.type != "cpu" or rows.numel() > most_asked:
+    if rows.dim() != 1 or rows.device.type != "cpu" or rows.numel() > most_rows:
         return False
     return not rows.numel() or bool(rows[0] >= 0 and (rows[1:] > rows[:-1]).all())
 
 
-def _are_uses(rows_and_uses: object, most_asked: int) -> bool:
+def _are_uses(rows_and_uses: object, most_rows: int) -> bool:
     if not isinstance(rows_and_uses, list) or len(rows_and_uses) != 2:
         return False
     rows, uses = rows_and_uses
-    if not _are_rows(rows, most_asked) or not isinstance(uses, Tensor):
+    if not _are_rows(rows, most_rows) or not isinstance(uses, Tensor):
         return False
     if uses.dtype != torch.float32 or uses.layout != torch.strided or uses.shape != rows.shape:
         return False
