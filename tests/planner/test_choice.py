@@ -157,6 +157,37 @@ def test_an_assumed_core_decides_nothing_alone(gbytes_per_s: float, taken: bool)
 # -- bags ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("latency_ms", [0.05, 1.0])
+@pytest.mark.parametrize("dims", [(8, 8, 64), (16, 8, 8, 4), (64, 64, 64, 16), (128, 8)], ids=str)
+def test_stock_tables_share_a_type_unless_several_pay(
+    dims: tuple[int, ...], latency_ms: float
+) -> None:
+    """The cheapest type of each table alone may cost a second exchange for all."""
+    for gbytes_per_s in (0.1, 1.0, 10.0):
+        works = [work(str(i), None, dim=dim) for i, dim in enumerate(dims)]
+        by = pricer(curves(gbytes_per_s=gbytes_per_s, latency_ms=latency_ms))
+        every_type = itertools.product(("table_wise", "row_wise"), repeat=len(dims))
+        prices = {
+            types: price_plan(works, {}, {}, dict(enumerate(types)), by).step.step_ms
+            for types in every_type
+        }
+        stock = choose(ask(works), by).stock
+        assert stock is not None
+        assert stock.step.step_ms <= min(prices.values()) / 0.94
+        if len(set(stock.stock_types)) > 1:
+            assert stock.step.step_ms < 0.95 * prices[("table_wise",) * len(dims)]
+
+
+@pytest.mark.parametrize("free", ["table_wise", "row_wise"])
+def test_a_constrained_table_keeps_its_type(free: str) -> None:
+    tables = ask([work("free", None), work("bound", None)])
+    for place, kind in enumerate((free, "row_wise")):
+        tables[place] = dataclasses.replace(tables[place], stock_types=(kind,))
+    stock = choose(tables, pricer(curves())).stock
+    assert stock is not None
+    assert stock.stock_types == (free, "row_wise")
+
+
 def pooled(name: str, pooling: int, exponent: float | None) -> TableWork:
     """A table with several lookups to a bag."""
     load = dataclasses.replace(work(name, exponent).load, lookups=float(pooling * BATCH))

@@ -1,7 +1,8 @@
 """Chooses hot/cold tables, their exchange, and their number of hot rows, by predicted step time.
 
 Four plans are priced as whole steps under the schedule that runs them: all tables stock, all
-row-exchanged, all owner-pooled, and each table with the exchange that sends fewer bytes. Plans with
+row-exchanged, all owner-pooled, and each table with the exchange that sends fewer bytes. Stock
+tables have one sharding type, unless each table's cheapest is clearly faster. Plans with
 row-exchanged tables are priced with several budgets of hot rows. The plan with the shortest
 predicted step is chosen; if predictions differ by less than their error, the simpler plan. Assumed
 local costs are those of one core, so a hot/cold plan must be faster with another core's, too. Equal
@@ -21,7 +22,13 @@ from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes
 from torchrec_picasso.cost.local import LocalCosts
 from torchrec_picasso.cost.schedule_time import StepPrice
 from torchrec_picasso.cost.step_price import StepPricer
-from torchrec_picasso.cost.stock import StockCost, marginal_stock_costs, max_over_mean, stock_cost
+from torchrec_picasso.cost.stock import (
+    STOCK_TYPES,
+    StockCost,
+    marginal_stock_costs,
+    max_over_mean,
+    stock_cost,
+)
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.placement import Form, HotColdParams, owner_pooled_waves, pack_key
 from torchrec_picasso.storage.exactness import Refusal
@@ -33,6 +40,8 @@ _STOCK_MARGIN, _WORK_MARGIN = 0.03, 0.1
 """A hot/cold plan is chosen only if its predicted step is shorter than stock's by these shares of
 the step and of its work beside the dense part. Predictions of small steps, which are work, are off
 by 10 % in the median (``benchmarks.small_steps``)."""
+_TYPE_MARGIN = 0.05
+"""Stock tables have the same sharding type unless this share of the step is gained without it."""
 _FORMS_MARGIN = 0.18
 """The same for a mixed plan and the best other plan. The combined work of both exchanges is not
 priced in full: mixed plans of 40 and 130 tables at 1 Gbit/s were predicted to take 0.87 and 0.86 of
@@ -112,11 +121,15 @@ def choose(
     stock_costs = marginal_stock_costs(works, pricer.curves, pricer.world_size)
 
     def price(forms: Forms, num_hot: Mapping[int, int], pricer: StepPricer = pricer) -> PricedPlan:
-        # fewer whole tables may be less even over ranks than all of them
-        rest = [i for i in range(len(tables)) if i not in forms]
-        costs = marginal_stock_costs([works[i] for i in rest], pricer.curves, pricer.world_size)
-        stock_types = [_best_stock_type(tables[i], added) for i, added in zip(rest, costs)]
-        return price_plan(works, forms, num_hot, dict(zip(rest, stock_types)), pricer)
+        """Prices a plan with the best types of the stock tables."""
+        found, *others = (
+            price_plan(works, forms, num_hot, stock_types, pricer)
+            for stock_types in _stock_plans(tables, works, forms, pricer)
+        )
+        for plan in others:
+            if plan.step.step_ms < found.step.step_ms * (1 - _TYPE_MARGIN):
+                found = plan
+        return found
 
     def best(forms: Forms) -> PricedPlan:
         """Prices a plan with each budget of hot rows, and returns the best."""
@@ -204,6 +217,22 @@ def price_plan(
         ),
         sent_bytes=stock.plus(StockCost(sent_bytes=sent)).sent_bytes,
     )
+
+
+def _stock_plans(
+    tables: Sequence[TableInfo], works: Sequence[TableWork], forms: Forms, pricer: StepPricer
+) -> list[dict[int, str | None]]:
+    """Lists the sharding types to price for the tables that are not in ``forms``, by position: one
+    type for all that allow it, and each table's cheapest. The simplest plan is the first."""
+    rest = [i for i in range(len(tables)) if i not in forms]
+    # fewer whole tables may be less even over ranks than all of them
+    added = marginal_stock_costs([works[i] for i in rest], pricer.curves, pricer.world_size)
+    cheapest = {i: _best_stock_type(tables[i], costs) for i, costs in zip(rest, added)}
+    plans = [cheapest]
+    for kind in reversed(STOCK_TYPES):
+        plan = {i: kind if kind in tables[i].stock_types else cheapest[i] for i in rest}
+        plans = [plan, *(other for other in plans if other != plan)]
+    return plans
 
 
 def _plans(tables: Sequence[TableInfo], works: Sequence[TableWork]) -> dict[str, Forms]:
