@@ -15,7 +15,7 @@ of other backends does not have this problem.
 Small exchanges take gloo's all-to-all, which a thread of the process group posts: the training
 thread spends 0.04 ms on it instead of 0.12, and no thread retries a lock that another holds. Up to
 64 KiB a pair it takes 0.15 to 0.25 ms of CPU time instead of 0.5 to 1.2 beside a training thread
-at work, at 1 and 10 Gbit/s between 2 ranks; from 1 MiB on pairs of messages are faster at 1 Gbit/s.
+at work, at 1 and 10 Gbit/s between 2 ranks; above, pairs of messages are faster at 1 Gbit/s.
 
 Messages between two ranks of one group share a connection and arrive in start order: a small one
 waits for every byte started before. All-to-alls and flags therefore have gloo groups of their own.
@@ -60,7 +60,7 @@ _NICE = 5
 """A higher value frees more of the core, but leaves the link idle where communication dominates."""
 _MOST_NICE = 19
 
-_SMALL_BYTES = 1 << 20
+_SMALL_BYTES = 1 << 18
 """Bound of an exchange that takes gloo's all-to-all; a rank sends about a quarter of its bound: a
 row once for its lookups, and none that it stores."""
 
