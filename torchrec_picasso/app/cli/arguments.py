@@ -204,8 +204,8 @@ def _calibrate(subcommands: _Subcommands) -> None:
     command.number(
         "--budget",
         "S",
-        "seconds for the network in all; a slow one gets fewer sizes (default: 30)",
-        30.0,
+        "seconds for the network in all; a slow one gets fewer sizes (default: 10)",
+        10.0,
     )
     command.parser.add_argument(
         "--no-local", action="store_true", help="leave local costs at their assumed values"

@@ -25,7 +25,7 @@ from torchrec_picasso.cost.local import PHASES, LocalCosts, LocalWork, PhaseCost
 
 _WARMUP_STEPS, _TIMED_STEPS = 1, 5
 _WARMUP_STEPS_SLOW, _TIMED_STEPS_SLOW = 1, 2
-_SLOW_STEP_S = 1.0
+_SLOW_STEP_S = 0.25
 """Fewer steps are taken of probes that the network makes slower than this."""
 _TABLES_BYTES = 1 << 27  # larger than caches and TLB
 _ELEMENT_BYTES = 4
