@@ -14,12 +14,12 @@ lookups, already grouped by row, over the micro-batches; sorting the rows of eac
 cost K comparison sorts.
 
 A schedule splits by samples. Without a split the batch is one micro-batch; only then may every
-feature have its own batch size. The lookups of one micro-batch of a matrix are one run, in bag
-order. A sequence matrix has one run per feature, because each feature is a separate output whose
-length the host must know.
+feature have its own batch size. The bags of one micro-batch of a matrix are one segment, in bag
+order. A sequence matrix has one segment per feature, because each feature is a separate output
+whose length the host must know.
 
-Shape letters: F features, G (micro-batch, row) pairs, J runs, K micro-batches, M matrices, N
-lookups, S bags, U unique rows.
+Shape letters: F features, G (micro-batch, row) pairs, J segments of bags, K micro-batches, M
+matrices, N lookups, S bags, U unique rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_picasso.ops.ids import run_of
+from torchrec_picasso.ops.ids import segment_of
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import LocatedRows, UniqueRows, stable_order
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
@@ -122,8 +122,8 @@ def reorder_bags(
 class BatchCut:
     """The micro-batches of the features of a route."""
 
-    runs_MK: Sequence[Sequence[Sequence[int]]]
-    """Number of bags of each run, by matrix and micro-batch."""
+    segments_MK: Sequence[Sequence[Sequence[int]]]
+    """Number of bags of each segment, by matrix and micro-batch."""
     mean_MK: Sequence[Sequence[Tensor | None]]
     """Whether a bag is averaged, by matrix and micro-batch, bool, in bag order; ``None`` = none."""
     is_sequence_M: Sequence[bool]
@@ -139,49 +139,52 @@ class BatchCut:
         """
         # Bags of each feature, by micro-batch.
         bags_KF = [strides_F if size is None else [size] * len(strides_F) for size in sizes_K]
-        runs_MK, mean_MK = [], []
+        segments_MK, mean_MK = [], []
         ends = accumulate(plan.features_M)
         matrices = zip(ends, plan.features_M, plan.is_sequence_M, plan.mean_MF)
         for end, num, is_sequence, mean_F in matrices:
             own_KF = [bags_F[end - num : end] for bags_F in bags_KF]
-            # A pooled matrix has one run per micro-batch, a sequence matrix one per feature.
-            runs_MK.append([list(bags_F) if is_sequence else [sum(bags_F)] for bags_F in own_KF])
+            # A pooled matrix has one segment per micro-batch, a sequence matrix one per feature.
+            segments_MK.append(
+                [list(bags_F) if is_sequence else [sum(bags_F)] for bags_F in own_KF]
+            )
             mean_MK.append(
                 [
                     None if mean_F is None else _flags(mean_F, size, bags_F)
                     for size, bags_F in zip(sizes_K, own_KF)
                 ]
             )
-        return BatchCut(runs_MK=runs_MK, mean_MK=mean_MK, is_sequence_M=plan.is_sequence_M)
+        return BatchCut(segments_MK=segments_MK, mean_MK=mean_MK, is_sequence_M=plan.is_sequence_M)
 
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches, K."""
-        return len(self.runs_MK[0])
+        return len(self.segments_MK[0])
 
     @property
     def bags_by_micro_batch(self) -> list[list[int]]:
         """Number of bags, by matrix and micro-batch."""
-        return [[sum(runs) for runs in runs_K] for runs_K in self.runs_MK]
+        return [[sum(bags_J) for bags_J in segments_K] for segments_K in self.segments_MK]
 
     @property
-    def bags_by_run(self) -> list[int]:
-        """Number of bags of each run, consecutive over matrices and micro-batches."""
-        return [bags for runs_K in self.runs_MK for runs in runs_K for bags in runs]
+    def bags_by_segment(self) -> list[int]:
+        """Number of bags of each segment, consecutive over matrices and micro-batches."""
+        return [n for segments_K in self.segments_MK for bags_J in segments_K for n in bags_J]
 
     @property
-    def micro_batch_by_run(self) -> list[int]:
-        """Micro-batch of each run."""
-        return [k for runs_K in self.runs_MK for k, runs in enumerate(runs_K) for _ in runs]
+    def micro_batch_by_segment(self) -> list[int]:
+        """Micro-batch of each segment."""
+        by_matrix = [enumerate(segments_K) for segments_K in self.segments_MK]
+        return [k for by_micro_batch in by_matrix for k, bags_J in by_micro_batch for _ in bags_J]
 
     def by_micro_batch(self, numbers_J: Sequence[int]) -> list[list[list[int]]]:
-        """Groups one number per run, in run order, by matrix and micro-batch."""
-        numbers = iter(numbers_J)
-        return [[[next(numbers) for _ in runs] for runs in runs_K] for runs_K in self.runs_MK]
+        """Groups one number per segment, in their order, by matrix and micro-batch."""
+        rest = iter(numbers_J)
+        return [[[next(rest) for _ in bags_J] for bags_J in row] for row in self.segments_MK]
 
 
 def count_lookups(offsets_S1: Tensor, bags_J: Sequence[int]) -> Tensor:
-    """Counts the lookups of consecutive runs of ``bags_J`` bags: int64, on the offsets' device."""
+    """Counts the lookups of segments of ``bags_J`` bags each: int64, on the offsets' device."""
     edges_J1 = [0, *accumulate(bags_J)]
     if offsets_S1.device.type == "cpu":
         return torch.from_numpy(np.diff(offsets_S1.numpy()[edges_J1].astype(np.int64)))
@@ -195,12 +198,12 @@ def micro_batch_of_lookup(
 ) -> Tensor:
     """Returns the micro-batch of each lookup in bag order, int64, shape ``(N,)``.
 
-    ``counts_J`` is a result of :func:`count_lookups`, ``micro_batch_J`` that of each run.
+    ``counts_J`` is a result of :func:`count_lookups`, ``micro_batch_J`` that of each segment.
     """
     numbers = torch.tensor(micro_batch_J, dtype=torch.int64).to(counts_J.device, non_blocking=True)
     if counts_J.device.type == "cpu":
         return torch.repeat_interleave(numbers, counts_J, output_size=num_lookups)
-    return numbers.index_select(0, run_of(counts_J.cumsum(0), num_lookups))
+    return numbers.index_select(0, segment_of(counts_J.cumsum(0), num_lookups))
 
 
 def cut_pooling(

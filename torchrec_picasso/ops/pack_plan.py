@@ -54,10 +54,10 @@ class PackPlan:
         if waves is None:
             numbers = [table.wave for table in tables]
             assert numbers == sorted(numbers), "packs of one wave must be side by side"
-            waves = _runs([(table.pack, table.wave) for table in tables])
+            waves = _alike_neighbours([(table.pack, table.wave) for table in tables])
         else:
             kinds = [(t.pack, *kind[1:]) for t, kind in zip(tables, kinds)]
-        matrices = _runs([(table.pack, kind) for table, kind in zip(tables, kinds)])
+        matrices = _alike_neighbours([(table.pack, kind) for table, kind in zip(tables, kinds)])
         tables_M = [[t for t in tables if m.start <= t.pack < m.stop] for m in matrices]
         # One flag per feature: means_M[m] has F_m entries, in feature order.
         means_M = [[t.mean for t in tables for _ in t.feature_names] for tables in tables_M]
@@ -113,11 +113,11 @@ class PackPlan:
         return range(self.num_packs)[self.waves[wave]] if wave < len(self.waves) else range(0)
 
 
-def _runs(properties: Sequence[tuple[int, Any]]) -> tuple[slice, ...]:
-    """Finds runs of neighbouring packs with equal properties, from (pack, property) by table."""
+def _alike_neighbours(properties: Sequence[tuple[int, Any]]) -> tuple[slice, ...]:
+    """Finds neighbouring packs with equal properties, from (pack, property) by table."""
     # The set removes duplicates from tables of one pack; sorting restores pack order.
     value_P = [value for _, value in sorted(set(properties))]
     # Every pack has exactly one property.
     assert len(value_P) == len({pack for pack, _ in properties}), "tables of a pack are alike"
-    ends = [*accumulate(len(list(run)) for _, run in groupby(value_P))]
+    ends = [*accumulate(len(list(alike)) for _, alike in groupby(value_P))]
     return tuple(map(slice, [0, *ends], ends))

@@ -57,12 +57,16 @@ class BatchRows:
         rows = [pack.requests.home_row_numbers_n.to(torch.int64), pack.touched.own_rows_o]
         return torch.cat(rows).unique()
 
-    def fetch(self, chunk: int | None = None, wave: int | None = None) -> None:
-        """Starts fetching the dirty rows of a chunk; ``None`` = all clean rows. Collective."""
-        exchange = CLEAN if chunk is None else dirty_exchange(chunk)
-        packs: Sequence[int] = self.group.plan.packs_of(wave)
-        if chunk is None:
-            packs = [p for p in packs if self.layout.packs[p].requests.sends_rows]
+    def fetch_clean(self) -> None:
+        """Starts fetching all clean rows; bags are never clean. Collective."""
+        packs = self.group.plan.packs_of(None)
+        self._fetch(CLEAN, [p for p in packs if self.layout.packs[p].requests.sends_rows])
+
+    def fetch_dirty(self, chunk: int, wave: int | None = None) -> None:
+        """Starts fetching the dirty rows of a chunk. Collective."""
+        self._fetch(dirty_exchange(chunk), self.group.plan.packs_of(wave))
+
+    def _fetch(self, exchange: int, packs: Sequence[int]) -> None:
         if not packs:
             return
         ranks, matrices_M = self.group.ranks, self._matrices.tensors
@@ -101,8 +105,9 @@ class BatchRows:
             pending.wait()
         self._arrivals.clear()
         self.group.apply_writes()
-        for chunk in (None, *range(len(self.layout.sizes_K))):
-            self.fetch(chunk)
+        self.fetch_clean()
+        for chunk in range(len(self.layout.sizes_K)):
+            self.fetch_dirty(chunk)
         self.read_hot()
 
     def acquire(

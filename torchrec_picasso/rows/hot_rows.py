@@ -39,7 +39,7 @@ class Census:
     hot_uses_H: Tensor
     """Access counts of the hot rows by slot, float32."""
     candidate_ids_C: Tensor
-    """Packed ids of the most used cold rows of each home rank, int64."""
+    """Linear ids of the most used cold rows of each home rank, int64."""
     candidate_uses_C: Tensor
     """Access counts of the candidates, float32."""
 
@@ -156,13 +156,13 @@ class CountedRoute:
         return census
 
     def _most_used(self, pack: int, uses_n: Tensor, most: int) -> Tensor:
-        """Selects this rank's most used home rows: packed ids and access counts, float64, exact to
+        """Selects this rank's most used home rows: linear ids and access counts, float64, exact to
         2^53, ``(2, most)``, padded with id -1."""
         space = self.route.space
         named = torch.full((2, most), -1.0, dtype=torch.float64, device=uses_n.device)
         uses_c, rows_c = uses_n.topk(min(most, uses_n.numel()))
         rows_c = rows_c[uses_c > 0]
-        # a block is one table's rows on this rank; packed id + shift = row in the pack's storage
+        # a block is one table's rows on this rank; linear id + shift = row in the pack's storage
         here = (space.block_pack_TW == pack) & (space.block_rank_TW == self.route.ranks.rank)
         start_b, shift_b = space.block_start_TW[here], space.block_shift_TW[here]
         block_c = torch.searchsorted(start_b + shift_b, rows_c, right=True).sub_(1)
@@ -174,7 +174,7 @@ class CountedRoute:
         """Replaces hot rows of the packs by their census and swaps. Collective."""
         route, ids_P, old_slot_P = self.route, self.route.hot_ids_by_pack(), []
         each_pack = list(zip(self._packs, self._storages, self.uses_P))
-        # Slots are in the order of packed ids, so most replicas of a changed pack move.
+        # Slots are in the order of linear ids, so most replicas of a changed pack move.
         for (pack, storage, uses), census, swaps in zip(each_pack, census_P, swaps_P):
             leaving_s, entering_s = swaps
             # the home rank of a leaving row continues from its count, which all ranks know

@@ -56,12 +56,12 @@ class Route(ABC):
         self.hot = HotSlots.build(self.tables, self.device)
 
     def id_ranges(self) -> Iterator[tuple[PackedTable, int, int]]:
-        """Returns each table with its first packed id and the end of its packed ids."""
+        """Returns each table with its first linear id and the end of its linear ids."""
         bases = table_bases(self.tables)
         return zip(self.tables, bases, bases[1:])
 
     def hot_ids_by_pack(self) -> list[Tensor]:
-        """Returns the packed ids of each pack's hot rows, int64, ascending."""
+        """Returns the linear ids of each pack's hot rows, int64, ascending."""
         return [self.hot.ids_H[start:end] for start, end in pairwise(self.hot.start_P1)]
 
     def change_hot_rows(self, hot_rows_T: Sequence[Tensor], epoch: int | None = None) -> None:

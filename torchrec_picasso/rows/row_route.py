@@ -5,7 +5,7 @@ it to the requesting rank. So lookahead changes when a row is sent, never its va
 
 Header words of a pair of ranks: P K counts of cold rows, and a bit per hot slot.
 
-Shape letters: F features, K micro-batches and chunks, J runs of bags, M matrices, P packs,
+Shape letters: F features, K micro-batches and chunks, J segments of bags, M matrices, P packs,
 N lookups, U unique rows, W ranks.
 
 Host syncs per batch on CUDA: the number of unique rows; with lookahead one for the fetch orders;
@@ -81,14 +81,16 @@ class RowRoute(Route):
         given = (features, sizes_K, features.weights_or_none() is not None)
         if prepared is not None and not self._reader.can_use(prepared, *given):
             prepared = None
-        ids = self._reader.read(*given) if prepared is None else prepared.unpack()
+        ids = self._reader.read(*given) if prepared is None else prepared.split()
         rows, num_lookups = ids.rows, features.values().numel()
         cut = BatchCut.from_strides(features.stride_per_key(), sizes_K, self.plan)
-        lookups_J = count_lookups(ids.bags.offsets_S1, cut.bags_by_run)
+        lookups_J = count_lookups(ids.bags.offsets_S1, cut.bags_by_segment)
         micro_batch_N = chunk_U = None
         # With one micro-batch all rows are in chunk 0, so no chunk has to be computed.
         if cut.num_micro_batches > 1:
-            micro_batch_N = micro_batch_of_lookup(lookups_J, cut.micro_batch_by_run, num_lookups)
+            micro_batch_N = micro_batch_of_lookup(
+                lookups_J, cut.micro_batch_by_segment, num_lookups
+            )
             chunk_U = first_use_chunks(rows, micro_batch_N, cut.num_micro_batches)
         located = locate_rows(rows.ids_U, self.space, self.hot, chunk_U, cut.num_micro_batches)
         # For rank w: P K counts, from (P K, W) transposed, and the slots, the same for all ranks.
@@ -199,7 +201,7 @@ class _Request(RouteRequest):
                 packs.append(pack.lay_out(matrix, start, *given))
                 start += packs[-1].num_rows
             num_rows_M.append(start)
-        # Lookups are summed over the runs of a micro-batch: cut_pooling sees whole micro-batches.
+        # Lookups are summed over a micro-batch's segments: cut_pooling sees whole micro-batches.
         index_KM = cut_pooling(
             self.read.bags,
             self.read.rows,
@@ -207,7 +209,7 @@ class _Request(RouteRequest):
             fetch_positions(self.located, [(p.hot_slots, p.wanted_by_fetch) for p in packs]),
             self.cut,
             micro_batch_N=self.micro_batch_N,
-            lookups_MK=[[sum(runs) for runs in runs_K] for runs_K in self._lookups_MKJ],
+            lookups_MK=[[sum(lookups_J) for lookups_J in row] for row in self._lookups_MKJ],
             num_rows_M=num_rows_M,
             most_lookups=self._most_lookups,
         )

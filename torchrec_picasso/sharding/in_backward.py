@@ -187,7 +187,7 @@ class _HotColdLookup:
             flags = Flags(homes_written=group.was_written())
             agreement = Agreement(group.ranks.pg, group.device, flags)
         rows = BatchRows(group, layout)
-        rows.fetch(0)  # without lookahead all rows are in this exchange
+        rows.fetch_dirty(0)  # without lookahead all rows are in this exchange
         if agreement is not None and Flags.largest(agreement.wait()).homes_written:
             group.apply_writes()
         rows.read_hot()

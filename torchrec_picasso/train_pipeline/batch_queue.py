@@ -30,10 +30,10 @@ from torchrec_picasso.schedule.schedule import (
     second_batch_schedule,
     training_schedule,
 )
-from torchrec_picasso.train_pipeline.cuts import Cuts
 from torchrec_picasso.train_pipeline.data_parallel import counts_gradients
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
+from torchrec_picasso.train_pipeline.micro_batch_policy import MicroBatchPolicy
 from torchrec_picasso.train_pipeline.model_parts import has_stock_means, process_group_of
 from torchrec_picasso.train_pipeline.operations import Operations
 from torchrec_picasso.train_pipeline.options import PipelineOptions
@@ -50,14 +50,14 @@ class BatchQueue:
         model: nn.Module,
         feed: BatchFeed,
         options: PipelineOptions,
-        cuts: Cuts,
+        policy: MicroBatchPolicy,
         lifecycle: Lifecycle,
         id_stream: IdStream,
     ) -> None:
         self._model = model
         self._feed = feed
         self._options = options
-        self._cuts = cuts
+        self._policy = policy
         self._lifecycle = lifecycle
         self._id_stream = id_stream
         self._inflights: deque[InFlightBatch] = deque()
@@ -146,7 +146,7 @@ class BatchQueue:
 
         Raises:
             CompatError: On all ranks, if a batch of any rank cannot be trained; and see
-                :meth:`.Cuts.decide`.
+                :meth:`.MicroBatchPolicy.decide`.
         """
         inflight, settings = self.first, [inflight.setting for inflight in self._inflights]
         is_training = self._model.training
@@ -155,7 +155,7 @@ class BatchQueue:
             if is_training
             else evaluation_schedule(*settings, num_waves=self._num_waves)
         )
-        self._cuts.start_step()
+        self._policy.start_step()
         agreement = self._ask()
         with self._lifecycle.in_step():
             self._lead(schedule)
@@ -166,14 +166,14 @@ class BatchQueue:
                 self._num_changes = self._pipelined.num_changes
         if not is_training:
             inflight.is_whole = True
-            self._cuts.train_whole_next()
+            self._policy.train_whole_next()
             self._run(schedule)
             return
         inflight.is_whole = counts_gradients(self._model)
-        self._cuts.decide(inflight, flags.model_changed)
+        self._policy.decide(inflight, flags.model_changed)
         self._run(schedule)
         self._num_changes = self._pipelined.num_changes
-        self._cuts.end_step(settings)
+        self._policy.end_step(settings)
 
     def end_step(self) -> InFlightBatch:
         """Removes and returns the batch of this step."""
@@ -215,7 +215,7 @@ class BatchQueue:
         was_changed = self._pipelined.num_changes != self._num_changes
         flags = Flags(
             homes_written=was_changed or self._pipelined.was_written(),
-            model_changed=self._model.training and self._cuts.has_changed(self.first.batch),
+            model_changed=self._model.training and self._policy.has_changed(self.first.batch),
             refused=any(inflight.refusal for inflight in self._inflights),
         )
         return Agreement(self._pg, self._pipelined.device, flags)
@@ -276,7 +276,7 @@ class BatchQueue:
         A batch that cannot be trained is refused on all ranks before the step; until then the batch
         before stands in for it.
         """
-        setting = self._cuts.current
+        setting = self._policy.current
         if not self._model.training:  # evaluation is never split
             setting = replace(setting, num_micro_batches=1)
         try:

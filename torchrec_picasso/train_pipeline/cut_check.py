@@ -127,7 +127,7 @@ class _Cut:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunResult:
     """The result of one way to run the model."""
 
     tensors: Sequence[tuple[str, Tensor | None]]
@@ -135,7 +135,7 @@ class _Run:
     output: Any
     state: State
 
-    def difference(self, parts: _Run, tolerance: Tolerance, cut: _Cut) -> str | None:
+    def difference(self, parts: _RunResult, tolerance: Tolerance, cut: _Cut) -> str | None:
         """Describes the first difference in gradients, loss, state or outputs.
 
         The outputs of a torn batch are in another order and not compared.
@@ -258,7 +258,7 @@ class CutEvidence:
         full_outputs: Mapping[str, FullBatchOutput],
         cut: _Cut,
         still: StillRandomness,
-    ) -> _Run:
+    ) -> _RunResult:
         """Runs forward and backward of all micro-batches of ``cut``, as a step does.
 
         ``full_outputs`` are those of the sharded modules for the whole batch, by name.
@@ -296,7 +296,7 @@ class CutEvidence:
             weights = [(f"the gradient of {n}", w.grad) for n, w in dense_parameters(model)]
             loss = "the loss", program.losses.batch(losses_K, cut.sizes_K)
             output = self.options.join(outputs, cut.sizes_K) if cut.is_in_order else None
-            return _Run([*tables, *weights, loss], output, state_of(model))
+            return _RunResult([*tables, *weights, loss], output, state_of(model))
 
     def _give(self, given: Mapping[str, FullBatchOutput], cut: _Cut, index: int) -> None:
         """Gives sharded modules, which do not run, their output for one micro-batch's samples."""

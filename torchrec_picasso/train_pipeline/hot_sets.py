@@ -117,7 +117,7 @@ def _check_route(route: Route) -> None:
     unlike_h = route.hot.ids_H[torch.cat(unlike_P)]
     first = int(unlike_h[0]) if len(unlike_h) else _NO_ROW
     was_written = any(storage.was_written() for storage in route.storages)
-    # Three numbers per rank: count of mismatches, packed id of the first one, written or not. All
+    # Three numbers per rank: count of mismatches, linear id of the first one, written or not. All
     # ranks receive (W, 3), so all return or raise together.
     own = unlike_h.new_tensor([len(unlike_h), first, was_written])
     count_W, first_W, written_W = route.ranks.gather(own).t().tolist()

@@ -34,7 +34,7 @@ class GroupBatch:
 
 
 @dataclass(frozen=True)
-class Run:
+class ModelRun:
     """A forward and a backward of the model, of a micro-batch or of the whole batch."""
 
     number: int
@@ -83,13 +83,15 @@ class InFlightBatch(Fetched):
         return [index for index, size in enumerate(self.sizes_K) if size] or [0]
 
     @property
-    def runs(self) -> Sequence[Run]:
+    def runs(self) -> Sequence[ModelRun]:
         """The runs of the model, in the order of their samples."""
         if self.is_whole:
             # from the first backward on gradients of rows are sent
-            return [Run(0, 0, self.order[0], self.batch, self.num_samples, self.filled)]
+            return [ModelRun(0, 0, self.order[0], self.batch, self.num_samples, self.filled)]
         return [
-            Run(number, index, index, self.micro_batches_K[index], self.sizes_K[index], [index])
+            ModelRun(
+                number, index, index, self.micro_batches_K[index], self.sizes_K[index], [index]
+            )
             for number, index in enumerate(self.filled)
         ]
 

@@ -122,9 +122,9 @@ class Operations:
     # waits for the ids; then home ranks know the requested rows
     _receive_row_numbers = _for_each_group(lambda each: each.request.receive_row_numbers)
     # starts to fetch the rows that the batch before does not update
-    _fetch_clean = _for_each_group(lambda each: each.rows.fetch)
+    _fetch_clean = _for_each_group(lambda each: each.rows.fetch_clean)
     # starts to fetch the other rows of one chunk
-    _fetch_dirty = _for_each_group(lambda each: each.rows.fetch)
+    _fetch_dirty = _for_each_group(lambda each: each.rows.fetch_dirty)
     # reads replicas into the batch's row matrices
     _read_hot = _for_each_group(lambda each: each.rows.read_hot)
     # sends the gradients of one chunk's rows to their home ranks

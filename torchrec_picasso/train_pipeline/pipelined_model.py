@@ -46,7 +46,7 @@ _ODD_BATCH = (
 
 
 @dataclass(frozen=True)
-class FirstLook:
+class FirstBatchFacts:
     """Facts about the first batch, equal on all ranks."""
 
     odd: Collection[str] = ()
@@ -112,10 +112,10 @@ class PipelinedModel:
         self._unpipelined = unpipelined_modules(self.inner, self.pipelined, changed)
         self.postprocs = Postprocs(self.postproc_modules)
         self._id_stream = id_stream
-        self.look = FirstLook()
-        """Facts about the first batch; set by :meth:`look_at`."""
+        self.first_batch = FirstBatchFacts()
+        """Facts about the first batch; set by :meth:`examine_first_batch`."""
         self.groups: Sequence[ModuleGroup] = ()
-        """The interleaved modules by common exchange; set by :meth:`look_at`."""
+        """The interleaved modules by common exchange; set by :meth:`examine_first_batch`."""
         self.preparation = Preparation.build(self.interleaved)
         """Reads ids in a data loader, for one micro-batch."""
         self.num_prepared = [0, 0]
@@ -163,7 +163,7 @@ class PipelinedModel:
         """
         features_of, num_samples, odd = self._examined(batch, context)
         for name in odd:
-            if name not in self.look.odd:
+            if name not in self.first_batch.odd:
                 raise CompatError(
                     f"{name}: {_ODD_BATCH}, and the first batch had not; give the pipeline such a "
                     "batch first, or use TorchRec's TrainPipelineSparseDist"
@@ -225,17 +225,19 @@ class PipelinedModel:
         for group in self.groups:
             group.row_group.apply_writes()
 
-    def look_at(
-        self, batch: Any, context: TrainPipelineContext, known: FirstLook | None = None
+    def examine_first_batch(
+        self, batch: Any, context: TrainPipelineContext, known: FirstBatchFacts | None = None
     ) -> None:
         """Groups the modules that can travel together, by the facts about the first batch.
 
         Collective, unless the facts are known: those of the batches in flight.
         """
-        self.look = known or self._collected(batch, context)
-        self.groups = group_modules(self.interleaved, self.look.weighted, self.look.odd)
+        self.first_batch = known or self._collected(batch, context)
+        self.groups = group_modules(
+            self.interleaved, self.first_batch.weighted, self.first_batch.odd
+        )
 
-    def _collected(self, batch: Any, context: TrainPipelineContext) -> FirstLook:
+    def _collected(self, batch: Any, context: TrainPipelineContext) -> FirstBatchFacts:
         """Collects the facts about all ranks' first batches. Collective."""
         with self._id_stream.working():
             self._id_stream.take_batch(batch)
@@ -263,11 +265,11 @@ class PipelinedModel:
                 "into micro-batches; use num_micro_batches=1, or keep tensors in its attributes "
                 f"and {SPLIT_ADVICE}"
             )
-        return FirstLook(names, most_samples, weighted, why_whole)
+        return FirstBatchFacts(names, most_samples, weighted, why_whole)
 
     def why_whole_batches(self) -> str | None:
         """Reason why batches cannot be split, as far as first batch and model show; or ``None``."""
-        return self.look.why_whole or why_whole_batches(self.inner, self._unpipelined)
+        return self.first_batch.why_whole or why_whole_batches(self.inner, self._unpipelined)
 
     def start_plain(self, inflight: InFlightBatch) -> None:
         """Starts the input dists of the plain modules, on the ids' stream. Collective."""

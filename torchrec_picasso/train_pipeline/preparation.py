@@ -152,7 +152,7 @@ class Preparation:
                 by_module.append(with_weights(features, None).permute(order))
         one = by_module[0] if len(by_module) == 1 else KeyedJaggedTensor.concat(by_module)
         sizes_K = micro_batch_sizes(one.stride(), self.num_micro_batches)
-        return PreparedIds.pack(reader.read(one, sizes_K, has_weights), one)
+        return PreparedIds.from_read(reader.read(one, sizes_K, has_weights), one)
 
     @cached_property
     def _readers(self) -> dict[tuple[str, ...], tuple[IdReader | None, list[PackedTable]]]:

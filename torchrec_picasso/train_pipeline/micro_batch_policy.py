@@ -47,8 +47,8 @@ def is_due(step: int) -> bool:
     return is_power_of_2 and (step <= _OFTEN_UNTIL or step.bit_length() % 2 == 1)
 
 
-class Cuts:
-    """Decides between micro-batches and whole batches, for one model, and times the steps.
+class MicroBatchPolicy:
+    """Decides whether batches are trained whole or in micro-batches, and times the steps.
 
     ``None`` for a number of micro-batches or for lookahead = the fastest.
     """
@@ -58,7 +58,7 @@ class Cuts:
     ) -> None:
         self._asked, self._lookahead = num_micro_batches, lookahead
         self._device, self._clock = device, StepClock(device)
-        self._has_looked = False
+        self._has_examined = False
         # the first training step is whole, and so is one after forwards without backwards, which
         # leave DistributedDataParallel waiting
         self._is_next_whole = True
@@ -89,7 +89,9 @@ class Cuts:
             self._choose_among(self._asked)
             return
         # with a few samples, or nothing to hide, micro-batches cannot be faster
-        may_pay = bool(pipelined.interleaved) and len(pieces_for(pipelined.look.num_samples)) > 1
+        may_pay = (
+            bool(pipelined.interleaved) and len(pieces_for(pipelined.first_batch.num_samples)) > 1
+        )
         if why_whole is not None or not may_pay:
             self._settle_whole(why_whole)
 
@@ -148,7 +150,7 @@ class Cuts:
         """
         # before a proof or comparison: these compute the outputs of the batch that the step uses
         inflight.is_whole |= self._is_next_whole
-        self._has_looked = self._look(inflight, has_changed)
+        self._has_examined = self._examine(inflight, has_changed)
         inflight.is_whole |= self._asked is None and self._proof is None
         self._is_next_whole = False
 
@@ -160,21 +162,21 @@ class Cuts:
         span = self._clock.end_step()
         if len(settings) == NUM_BATCHES:
             # a step with a proof or a comparison has no time
-            counted = None if self._has_looked else span
+            counted = None if self._has_examined else span
             self._choice.note_step(settings, counted, self._clock, self._evidence.pipelined.pg)
 
-    def _look(self, inflight: InFlightBatch, has_changed: bool) -> bool:
+    def _examine(self, inflight: InFlightBatch, has_changed: bool) -> bool:
         """Runs a proof or a comparison if one is due; returns whether any ran. Collective."""
         self._num_steps += 1
         if self._asked == 1 or self._why_whole is not None:
             return False  # whole batches, for good
-        has_looked = self._num_steps == 1 or has_changed
-        if has_looked:
+        has_examined = self._num_steps == 1 or has_changed
+        if has_examined:
             self._prove(inflight)
         if self._asked is None or self._proof is not None:
-            return has_looked  # proved, or trained whole without a proof
+            return has_examined  # proved, or trained whole without a proof
         if has_changed or is_due(self._num_steps):
-            has_looked = True
+            has_examined = True
             reason = self._agree_on(self._evidence.objection())
             reason = reason or self._evidence.compare(inflight)
             if reason is not None:
@@ -182,7 +184,7 @@ class Cuts:
             if self._guard is not None:
                 # the comparison examined the current model
                 self._guard = self._guard.again(inflight.batch)
-        return has_looked
+        return has_examined
 
     def _agree_on(self, reason: str | None) -> str | None:
         return agree_on(self._evidence.pipelined.pg, self._device, reason)
@@ -203,7 +205,7 @@ class Cuts:
             reason = self._agree_on(proof.reason)
             self._proof = proof if reason is None else None
         if self._asked is not None:
-            return  # the number stays, proved or not; unproved it is compared by _look()
+            return  # the number stays, proved or not; unproved it is compared by _examine()
         if reason is not None:
             self._settle_whole(reason)
         else:
@@ -221,7 +223,7 @@ class Cuts:
         pipelined = self._evidence.pipelined
         is_interleaved = bool(pipelined.interleaved)
         allowed = candidates(
-            num_micro_batches, self._lookahead, pipelined.look.num_samples, is_interleaved
+            num_micro_batches, self._lookahead, pipelined.first_batch.num_samples, is_interleaved
         )
         if allowed != self._choice.allowed:
             self._choice = SettingChoice(allowed, pipelined.planned_micro_batches, self._known)
