@@ -32,8 +32,6 @@ from torchrec_picasso.batches.split import children_of
 from torchrec_picasso.proof.content import random_states
 from torchrec_picasso.proof.dense_part import MODULE_ATTRIBUTES, dense_modules
 
-# -- random layers -------------------------------------------------------------------------------
-
 aten = torch.ops.aten
 
 
@@ -108,8 +106,6 @@ class StillRandomness(TorchDispatchMode):
         return result
 
 
-# -- differences ---------------------------------------------------------------------------------
-
 _NEGLIGIBLE = 1e-3
 """Share of the mean that small samples count as, so that noise around 0 is not relative."""
 
@@ -180,8 +176,6 @@ def difference_of_outputs(
     found = difference_of(whole, cut, tolerance) if both else None
     return None if found is None else f"{path} {found}"
 
-
-# -- state that a forward leaves -----------------------------------------------------------------
 
 _NO_STATE = MODULE_ATTRIBUTES - {"_buffers", "_parameters", "training"}
 """Attributes of a module that are not its state."""

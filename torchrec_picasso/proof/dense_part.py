@@ -61,9 +61,6 @@ def copy_model(model: nn.Module, shared: Iterable[nn.Module] = ()) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-# -- restored ------------------------------------------------------------------------------------
-
-
 @contextmanager
 def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restores at its end what the model's forward changes in its dense part.
@@ -95,9 +92,6 @@ def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
             for tensor, saved, version in data:
                 if version is None or tensor._version != version:
                     tensor.detach().copy_(saved)
-
-
-# -- hooks and backward --------------------------------------------------------------------------
 
 
 def accumulation_hooks(parameter: Tensor) -> tuple[Node | None, list[Any]]:

@@ -219,8 +219,6 @@ class Guard:
             members.append((variable, content))
         return members
 
-    # -- functions of the forward ----------------------------------------------------------------
-
     def enter(self, frame: FrameType) -> None:
         """Examines a user's function before it runs; one that may change its behaviour raises."""
         code = frame.f_code
@@ -278,8 +276,6 @@ class Guard:
             self._refuse(f"reads {path}, {what}")
         else:
             self._read(vars(value), attribute, f"{path}.{attribute}", attributes[1:])
-
-    # -- comparison ------------------------------------------------------------------------------
 
     def changed_containers(self) -> list[Kept]:
         """Lists the containers whose content differs."""

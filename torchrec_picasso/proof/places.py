@@ -12,9 +12,6 @@ from torchrec_picasso.proof.values import SAMPLES, Kind, UnprovedError, Value, p
 __all__: list[str] = []
 
 
-# -- views ---------------------------------------------------------------------------------------
-
-
 @rule("view _unsafe_view reshape _reshape_alias", numbers=True, linear=True, places=True)
 def view(call: Call) -> Value:
     """Reshapes; the batch must stay between the same neighbours in memory."""
@@ -102,9 +99,6 @@ def cat(call: Call) -> Value:
     return found
 
 
-# -- indices -------------------------------------------------------------------------------------
-
-
 @rule("embedding")
 def embedding(call: Call) -> Value:
     """Looks up rows of a table."""
@@ -181,9 +175,6 @@ def index_add(call: Call) -> Value:
     call.require_single(source)
     call.want_same(source.value.rows, index.value.rows)
     return plain(operand.value)
-
-
-# -- lookups of each sample ----------------------------------------------------------------------
 
 
 @rule("repeat_interleave", numbers=True)

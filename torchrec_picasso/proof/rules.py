@@ -29,9 +29,6 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _SUMS = ("add", "sub", "rsub", "copy", "neg", *_COPIES)
 
 
-# -- elementwise ---------------------------------------------------------------------------------
-
-
 @rule(
     "pointwise _to_copy detach alias lift_fresh lift_fresh_copy copy prelu _prelu_kernel "
     "floor_divide masked_fill where",
@@ -133,9 +130,6 @@ def dropout(call: Call) -> Value:
     return call.aligned(call.operands)
 
 
-# -- constants -----------------------------------------------------------------------------------
-
-
 @rule(
     "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like "
     "empty_like scalar_tensor",
@@ -163,9 +157,6 @@ def arange(call: Call) -> Value:
     if not is_plain or found is None or found[1] != 1 or call.outputs[0].is_floating_point():
         raise UnprovedError("counts along the batch")
     return Value(Kind.ROWS, rows=found[0], counted=found[0], is_own=True)
-
-
-# -- along dims ----------------------------------------------------------------------------------
 
 
 @rule("sum mean", linear=True)
@@ -206,8 +197,6 @@ def along(call: Call) -> Value:
         raise UnprovedError("computes over the batch: its samples change what others give")
     return plain(operand.value)
 
-
-# -- products and layers -------------------------------------------------------------------------
 
 _FACTORS = {
     "mm": {"self": "mk", "mat2": "kn"},

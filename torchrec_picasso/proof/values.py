@@ -168,8 +168,6 @@ class Sizes:
         is_first = value.kind is Kind.ROWS and value.dim == 0 and not value.counted
         return is_first and value.outer == 1 and self.inner(tensor, value) == 1
 
-    # -- equal numbers of rows -----------------------------------------------------------------
-
     def _root(self, rows: str) -> str:
         """The representative of all row names with an equal count."""
         while rows in self._same_as:

@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from torchrec_picasso.proof.values import UnprovedError, is_symbolic
 
-# -- whose code ----------------------------------------------------------------------------------
-
 _TRUSTED = frozenset(
     (
         *("torch", "torchrec", "torchrec_picasso", "fbgemm_gpu", "tensordict"),
@@ -84,8 +82,6 @@ def current_line() -> str:
     own = (_line_of(frame) for frame in frames if is_users(frame.f_code, frame.f_globals))
     return next(own, "the model")
 
-
-# -- what a function does, by its bytecode -------------------------------------------------------
 
 _FORBIDDEN = {
     getattr(builtins, name)
@@ -165,8 +161,6 @@ def globals_in(code: CodeType) -> Iterator[tuple[str, list[str]]]:
             chain = itertools.takewhile(lambda i: i.opname in _ATTRIBUTES, following)
             yield instruction.argval, [each.argval for each in chain]
 
-
-# -- what it calls -------------------------------------------------------------------------------
 
 _REFUSED = {
     name: reason
