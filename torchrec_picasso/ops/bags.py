@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -108,12 +109,11 @@ def reorder_bags(
     position of each lookup, as per-sample weights require; it is reordered as well.
     """
     if order_S is not None:
-        permute = torch.ops.fbgemm.permute_1D_sparse_data
-        old_lengths_S = lengths_S
-        # Segments of ids_N move as units: bag s of the result is bag order_S[s] of the input.
-        lengths_S, ids_N, _ = permute(order_S, old_lengths_S, ids_N, None, ids_N.numel())
+        permute, num_lookups = torch.ops.fbgemm.permute_1D_sparse_data, ids_N.numel()
         if source_N is not None:
-            _, source_N, _ = permute(order_S, old_lengths_S, source_N, None, source_N.numel())
+            _, source_N, _ = permute(order_S, lengths_S, source_N, None, num_lookups)
+        # The lookups of a bag move as one: bag s of the result is bag order_S[s] of the input.
+        lengths_S, ids_N, _ = permute(order_S, lengths_S, ids_N, None, num_lookups)
     offsets_S1 = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths_S.to(torch.int64))
     return ids_N, Bags(offsets_S1=offsets_S1, source_N=source_N)
 
@@ -220,6 +220,9 @@ def cut_pooling(
 ) -> list[list[PoolingIndex]]:
     """Splits the pooling of a batch into the pooling of its micro-batches.
 
+    Returns it by micro-batch and matrix. O(N) for one micro-batch; for several one stable sort of N
+    small integers, and a host sync on CUDA for G.
+
     Args:
         bags: Lookups of the whole batch in bag order.
         rows: Unique rows of the batch, by matrix.
@@ -230,65 +233,30 @@ def cut_pooling(
         lookups_MK: Number of lookups, on the host.
         num_rows_M: Number of rows.
         most_lookups: Of a row; 0 on the CPU.
-
-    Returns:
-        The pooling by micro-batch and matrix.
-
-    Cost:
-        O(N) for one micro-batch. For several one stable sort of N small integers, and a host sync
-        on CUDA for G.
     """
-    offsets_S1 = bags.offsets_S1
-    # Shape (N,), in bag order: the fetched row of each lookup, counted over all matrices.
-    fetch_position_N = fetch_position_U.index_select(0, rows.row_of_lookup_N)
     lookups_KM = [list(counts) for counts in zip(*lookups_MK)]
     # groups_KM: number of distinct rows.
     if micro_batch_N is None:
         grouped, groups_KM = _group_whole(rows, located), [list(num_rows_M)]
     else:
         grouped, groups_KM = _group_by_micro_batch(rows, located, micro_batch_N, lookups_KM)
-    # Shape (N,): the bag of each lookup, from bag order to lookups grouped by row. In a sequence
-    # matrix every lookup is its own bag.
-    bags_by_row_N = grouped.lookups_N
-    if not all(cut.is_sequence_M):
-        bag_N = bag_of_lookup(offsets_S1, grouped.lookups_N.numel())
-        bags_by_row_N = bag_N.index_select(0, grouped.lookups_N)
+    whole = _WholePooling(
+        bags, cut, grouped, fetch_position_U.index_select(0, rows.row_of_lookup_N), most_lookups
+    )
     # Bags and lookups are ordered by (matrix, micro-batch), groups and their lookups by
-    # (micro-batch, matrix): hence two index computations below.
-    bag_at, lookup_at = _edges(cut.bags_by_micro_batch), _edges(lookups_MK)
+    # (micro-batch, matrix).
     row_at = [0, *accumulate(num_rows_M)]
-    group_at, grouped_at = _edges(groups_KM), _edges(lookups_KM)
+    by_matrix = [_edges(cut.bags_by_micro_batch), _edges(lookups_MK)]
+    by_micro_batch = [_edges(lookups_KM), _edges(groups_KM)]
     num_micro_batches, num_matrices = len(groups_KM), len(num_rows_M)
 
     def pooling(k: int, matrix: int) -> tuple[dict[str, int], PoolingIndex]:
-        index = matrix * num_micro_batches + k
-        first_bag, end_bag = bag_at[index : index + 2]
-        low, high = lookup_at[index : index + 2]
-        index = k * num_matrices + matrix
-        by_row = slice(*grouped_at[index : index + 2])
-        groups = slice(*group_at[index : index + 2])
-        # All slices below count from the start of the batch; _shifted makes them count from the
-        # start of the matrix (rows) or of the micro-batch (lookups, bags).
-        is_sequence, position_G = cut.is_sequence_M[matrix], grouped.gradient_position_G
-        starts = {
-            "row_of_lookup_N": row_at[matrix],
-            "bag_offsets_S1": low,
-            "bags_by_row_N": 0 if is_sequence else first_bag,
-            "lookups_by_row_N": low,
-            "row_offsets_U1": by_row.start,
-            "gradient_position_U": row_at[matrix],
-        }
-        return starts, PoolingIndex(
-            row_of_lookup_N=fetch_position_N[low:high],
-            bag_offsets_S1=None if is_sequence else offsets_S1[first_bag : end_bag + 1],
-            bags_by_row_N=(grouped.lookups_N if is_sequence else bags_by_row_N)[by_row],
-            lookups_by_row_N=grouped.lookups_N[by_row],
-            row_offsets_U1=grouped.offsets_G1[groups.start : groups.stop + 1],
-            mean_S=cut.mean_MK[matrix][k],
-            gradient_position_U=None if position_G is None else position_G[groups],
-            source_N=None if bags.source_N is None else bags.source_N[low:high],
-            most_lookups=most_lookups,
+        places = (
+            (matrix * num_micro_batches + k, by_matrix),
+            (k * num_matrices + matrix, by_micro_batch),
         )
+        spans = [slice(*at[place : place + 2]) for place, edges in places for at in edges]
+        return whole.part(k, matrix, row_at[matrix], *spans)
 
     return [
         _shifted([pooling(k, matrix) for matrix in range(num_matrices)])
@@ -305,6 +273,58 @@ class _Grouped:
     """First lookup of each group; the last entry is N."""
     gradient_position_G: Tensor | None
     """Position in request order of each group's row; ``None`` = the groups are in request order."""
+
+
+@dataclass(frozen=True)
+class _WholePooling:
+    """The pooling of a whole batch."""
+
+    bags: Bags
+    cut: BatchCut
+    grouped: _Grouped
+    fetch_position_N: Tensor
+    """The fetched row of each lookup in bag order, counted over all matrices."""
+    most_lookups: int
+
+    @cached_property
+    def bag_by_row(self) -> Tensor:
+        """The bag of each lookup, lookups grouped by row; of matrices that are pooled."""
+        bag_N = bag_of_lookup(self.bags.offsets_S1, self.grouped.lookups_N.numel())
+        return bag_N.index_select(0, self.grouped.lookups_N)
+
+    def part(
+        self, k: int, matrix: int, first_row: int, *places: slice
+    ) -> tuple[dict[str, int], PoolingIndex]:
+        """Cuts out the pooling of one micro-batch and matrix, with the start of each tensor.
+
+        ``places`` are those of bags, of lookups, of lookups grouped by row, and of groups. Numbers
+        in the tensors count from the start of the batch; :func:`_shifted` makes them count from the
+        start of the matrix (rows) or of the micro-batch (lookups, bags).
+        """
+        bags, lookups, by_row, groups = places
+        grouped, source_N = self.grouped, self.bags.source_N
+        is_sequence, position_G = self.cut.is_sequence_M[matrix], grouped.gradient_position_G
+        starts = {
+            "row_of_lookup_N": first_row,
+            "bag_offsets_S1": lookups.start,
+            "bags_by_row_N": 0 if is_sequence else bags.start,
+            "lookups_by_row_N": lookups.start,
+            "row_offsets_U1": by_row.start,
+            "gradient_position_U": first_row,
+        }
+        offsets_S1 = self.bags.offsets_S1[bags.start : bags.stop + 1]
+        return starts, PoolingIndex(
+            row_of_lookup_N=self.fetch_position_N[lookups],
+            bag_offsets_S1=None if is_sequence else offsets_S1,
+            # In a sequence matrix every lookup is its own bag.
+            bags_by_row_N=(grouped.lookups_N if is_sequence else self.bag_by_row)[by_row],
+            lookups_by_row_N=grouped.lookups_N[by_row],
+            row_offsets_U1=grouped.offsets_G1[groups.start : groups.stop + 1],
+            mean_S=self.cut.mean_MK[matrix][k],
+            gradient_position_U=None if position_G is None else position_G[groups],
+            source_N=None if source_N is None else source_N[lookups],
+            most_lookups=self.most_lookups,
+        )
 
 
 def _group_whole(rows: UniqueRows, located: LocatedRows) -> _Grouped:

@@ -90,17 +90,12 @@ class IdReader:
         return lru_cache(maxsize=1)(partial(bag_order, self.plan))
 
     def read(
-        self,
-        features: KeyedJaggedTensor,
-        sizes_K: Sequence[int | None],
-        is_weighted: bool,
+        self, features: KeyedJaggedTensor, sizes_K: Sequence[int | None], is_weighted: bool
     ) -> ReadIds:
-        """Finds the unique rows of a batch. No collective.
+        """Finds the unique rows of a batch, with per-sample weights or without. No collective.
 
-        Args:
-            features: In the order of the tables, with valid lengths.
-            sizes_K: Samples of each micro-batch, one ``None`` if every feature has its own size.
-            is_weighted: Whether the batch has per-sample weights.
+        Features are in the order of the tables, with valid lengths; ``sizes_K`` are the samples of
+        each micro-batch, one ``None`` if every feature has its own size.
         """
         # Linear ids (N,) -> bag order (N,) -> unique rows (U,).
         lookups_F = count_lookups(features.offsets(), features.stride_per_key())

@@ -241,9 +241,8 @@ def shift_rows(
     # Other devices, other types, or rows outside their table: expand (F,) to (N,) and mask.
     feature_N = segment_of(counts_F.cumsum(0), rows_N.numel())
     outside_N = (rows_N < 0) | (rows_N >= limit_F.index_select(0, feature_N))
-    return first_F.index_select(0, feature_N).add_(rows_N).masked_fill_(outside_N, 0).to(
-        dtype
-    ), outside_N.sum()
+    shifted_N = first_F.index_select(0, feature_N).add_(rows_N).masked_fill_(outside_N, 0)
+    return shifted_N.to(dtype), outside_N.sum()
 
 
 def segment_of(end_J: Tensor, num: int) -> Tensor:

@@ -98,8 +98,7 @@ def sort_with_tags(keys_N: Tensor, tags_N: Tensor | None = None) -> tuple[Tensor
     if not fits:
         sorted_N, order_N = torch.sort(keys_N, stable=True)
         return sorted_N, order_N if tags_N is None else tags_N.index_select(0, order_N)
-    # word = key << tag_bits | tag: sorting the words sorts by key, then tag, and needs no stable
-    # sort.
+    # word = key << tag_bits | tag: a sort of words, stable or not, sorts by key, then tag.
     words = keys_N.numpy().astype(np.int64)
     words <<= tag_bits
     words |= np.arange(len(words)) if tags_N is None else tags_N.numpy()

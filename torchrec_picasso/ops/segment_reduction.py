@@ -165,8 +165,7 @@ def gather_sum(
         indices = torch.arange(len(rows), device=rows.device)
     if num_segments == 0 or indices.numel() == 0:
         return rows.new_zeros(num_segments, rows.size(1))
-    # Positional arguments: scale_grad_by_freq=False, mode 0 = sum, sparse=False, per-sample
-    # weights.
+    # Positions: scale_grad_by_freq=False, mode 0 = sum, sparse=False, per-sample weights.
     return torch.embedding_bag(
         rows, indices, offsets, False, 0, False, weights, include_last_offset=True
     )[0]
