@@ -117,16 +117,14 @@ def _cost(
     world_size: int,
     num_modules: int = 1,
 ) -> StockCost:
-    """Predicts the cost of some work. ``uneven`` is the load of the busiest rank divided by the
-    mean. Without tables the cost is 0."""
+    """Predicts the cost of some work, 0 without tables. ``uneven`` is the load of the busiest rank
+    divided by the mean."""
     if not totals.features:
         return StockCost()
-    to_others = (world_size - 1) / world_size
-    is_row_wise = sharding_type == "row_wise"
-    output = totals.bag_elements * uneven
-    if is_row_wise:
-        # partial sums of all ranks' bags are written, whether or not the rank has rows of the bag
-        output += totals.bag_elements * (world_size - 1)
+    to_others, is_row_wise = (world_size - 1) / world_size, sharding_type == "row_wise"
+    # row-wise, a partial sum of every bag of all ranks is written, with rows of it here or not
+    others_bags = world_size - 1 if is_row_wise else 0
+    output = totals.bag_elements * (uneven + others_bags)
 
     def exchange_ms(collective: str, num_bytes: float) -> float:
         return num_modules * curves.ms(collective, num_bytes / num_modules, world_size)
@@ -145,8 +143,7 @@ def _cost(
     if sharding_type == "data_parallel":
         return _data_parallel(totals, replace(work, updated=0.0), curves, world_size)
     ids = (totals.lookups * _ID_BYTES + totals.lengths * _LENGTH_BYTES) * to_others
-    # row-wise: a partial sum of every bag is sent to each other rank
-    rows = totals.bag_elements * _WIRE_BYTES * (world_size - 1 if is_row_wise else to_others)
+    rows = totals.bag_elements * _WIRE_BYTES * (others_bags or to_others)
     forward, backward = ("reduce_scatter", "all_gather") if is_row_wise else ("all_to_all",) * 2
     # an all-to-all of splits, then one of lengths and one of values
     ids_wire_ms = exchange_ms("all_to_all", 0) + 2 * exchange_ms("all_to_all", ids * uneven / 2)

@@ -115,11 +115,10 @@ def choose(
         # fewer whole tables may be less even over ranks than all of them
         rest = [i for i in range(len(tables)) if i not in forms]
         costs = marginal_stock_costs([works[i] for i in rest], pricer.curves, pricer.world_size)
-        stock_types = [_best_stock_type(tables[i], added) for i, added in zip(rest, costs)]
-        return price_plan(works, forms, num_hot, dict(zip(rest, stock_types)), pricer)
+        types = {i: _best_stock_type(tables[i], added) for i, added in zip(rest, costs)}
+        return price_plan(works, forms, num_hot, types, pricer)
 
-    def best(forms: Forms) -> PricedPlan:
-        """Prices a plan with each budget of hot rows, and returns the best."""
+    def with_best_hot_rows(forms: Forms) -> PricedPlan:
         found = price(forms, {})
         rows = [i for i, form in forms.items() if form == "rows" and tables[i].no_hot_rows is None]
         for chance in _HOT_CHANCES if pricer.world_size > 1 and rows else ():
@@ -135,15 +134,9 @@ def choose(
         chosen = price({position: tables[position].forms[0] for position in given_hot}, given_hot)
     else:
         forms_by_plan = _plans(tables, works)
-        plans = {name: best(forms) for name, forms in forms_by_plan.items()}
+        plans = {name: with_best_hot_rows(forms) for name, forms in forms_by_plan.items()}
         priced_ms = {name: plan.step.step_ms for name, plan in plans.items()}
-        # from the simplest plan to the mixed one, each with its margin
-        name = "stock"
-        uniform = "rows" if priced_ms["rows"] <= priced_ms["bags"] else "bags"
-        if _is_faster(plans[uniform].step, plans["stock"].step, pricer):
-            name = uniform
-        if priced_ms["mixed"] <= priced_ms[name] * (1 - _FORMS_MARGIN):
-            name = "mixed"
+        name = _fastest(plans, pricer)
         if name != "stock" and not pricer.curves.local.measured:
             # the gain must not depend on the core that was assumed
             newer = pricer.with_local(LocalCosts.newer_core())
@@ -156,6 +149,15 @@ def choose(
     return Choice(
         **vars(chosen), works=works, stock=stock, stock_costs=stock_costs, priced_ms=priced_ms
     )
+
+
+def _fastest(plans: Mapping[str, PricedPlan], pricer: StepPricer) -> str:
+    """Names the fastest plan: from the simplest one to the mixed one, each with its margin."""
+    steps = {name: plan.step for name, plan in plans.items()}
+    uniform = "rows" if steps["rows"].step_ms <= steps["bags"].step_ms else "bags"
+    name = uniform if _is_faster(steps[uniform], steps["stock"], pricer) else "stock"
+    is_mixed = steps["mixed"].step_ms <= steps[name].step_ms * (1 - _FORMS_MARGIN)
+    return "mixed" if is_mixed else name
 
 
 def _is_faster(step: StepPrice, stock: StepPrice, pricer: StepPricer) -> bool:

@@ -114,12 +114,10 @@ def training_schedule(
     the next. ``num_waves`` counts the waves of packs. ``forwards_first`` is that of
     :class:`Schedule`.
     """
-    following = following or this
-    waves = _waves(num_waves)
-    lay_out, *ahead = _before_updates(following)
-    # With lookahead the layout must come before fetch_clean; otherwise it can wait.
-    early_layout, late_layout = ([lay_out], []) if following.lookahead else ([], [lay_out])
-    ahead = [*early_layout, *ahead]
+    following, waves = following or this, _waves(num_waves)
+    ahead, late_layout = _before_updates(following), []
+    if not following.lookahead:  # without fetch_clean, the layout can wait
+        late_layout, ahead = ahead[:1], ahead[1:]
     *early, last = backward_order(this, forwards_first)
     forwards = _for_chunks("forward", THIS, this)
     # Chunk k's gradients are sent while the micro-batches that run after backward k compute.

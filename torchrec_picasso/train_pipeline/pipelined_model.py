@@ -101,14 +101,7 @@ class PipelinedModel:
         self._why_plain: dict[str, str] = {}
         self._named = [(module.forward.name, module) for module in self.pipelined]
         for name, module in self._named:
-            scheduled = as_scheduled(module)
-            if scheduled is not None:
-                self.interleaved[name] = scheduled
-            elif isinstance(module, HotColdModule) and module.has_hot_cold:
-                self._take_apart(name, module)
-            else:
-                self.plain[name] = module
-                self._why_plain[name] = why_computed_once(module)
+            self._take(name, module)
         self._unpipelined = unpipelined_modules(self.inner, self.pipelined, changed)
         self.postprocs = Postprocs(self.postproc_modules)
         self._id_stream = id_stream
@@ -121,13 +114,19 @@ class PipelinedModel:
         self.num_prepared = [0, 0]
         """Exchanges of prepared batches whose ids the step read again, and those that used them."""
 
-    def _take_apart(self, name: str, module: HotColdModule) -> None:
-        """Splits a module: its hot/cold tables are interleaved, its stock tables are not."""
-        stock_name = f"{name} (stock tables)"
-        hot_cold, stock = module.apart()
-        module.forward.take_apart({name: hot_cold, stock_name: stock}, module.join)
-        self.interleaved[name], self.plain[stock_name] = hot_cold, stock
-        self._why_plain[stock_name] = why_computed_once(module)
+    def _take(self, name: str, module: Any) -> None:
+        """Adds a module to the interleaved or to the plain ones, or its two parts to both."""
+        scheduled = as_scheduled(module)
+        if scheduled is not None:
+            self.interleaved[name] = scheduled
+            return
+        plain, why = module, why_computed_once(module)
+        if isinstance(module, HotColdModule) and module.has_hot_cold:
+            self.interleaved[name], plain = module.apart()
+            hot_cold, name = name, f"{name} (stock tables)"
+            parts = {hot_cold: self.interleaved[hot_cold], name: plain}
+            module.forward.take_apart(parts, module.join)
+        self.plain[name], self._why_plain[name] = plain, why
 
     @property
     def modules(self) -> Mapping[str, Any]:
