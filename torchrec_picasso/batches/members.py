@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from inspect import getattr_static
 from typing import Any
@@ -76,10 +77,13 @@ def arguments_of(value: Any) -> dict[str, Any] | None:
     return found
 
 
-def made_like(value: Any, **changes: Any) -> Any:
-    """Makes a keyed or jagged tensor like another one, with some arguments changed."""
+def made_like(value: Any, kind: Any = None, **changes: Any) -> Any:
+    """Makes a keyed or jagged tensor like another one, with some arguments or the type changed.
+
+    Values that are not changed are not copied.
+    """
     kinds = (KeyedTensor, *JAGGED_TYPES)
-    kind = next(kind for kind in kinds if isinstance(value, kind))
+    kind = kind or next(kind for kind in kinds if isinstance(value, kind))
     return kind(**{**(arguments_of(value) or {}), **changes})
 
 
@@ -150,7 +154,9 @@ def _names_beside(container: Any) -> list[str]:
         names = [name for name in dict.fromkeys([*derived, *names]) if name not in init]
     if not names:
         return []
-    fresh = _made_anew(container)
+    fresh = None
+    with suppress(Exception):  # rebuild() will raise the same error, with its place
+        fresh = dataclasses.replace(container) if _is_dataclass(container) else None
     # cached properties are computed on demand; equal values were computed by the constructor
     return [
         name
@@ -158,16 +164,6 @@ def _names_beside(container: Any) -> list[str]:
         if not isinstance(getattr_static(type(container), name, None), cached_property)
         and not (hasattr(fresh, name) and _is_same(getattr(fresh, name), getattr(container, name)))
     ]
-
-
-def _made_anew(container: Any) -> Any:
-    """Constructs the container again from its items; ``None`` = not possible, or not needed."""
-    if not _is_dataclass(container):
-        return None
-    try:
-        return dataclasses.replace(container)
-    except Exception:  # rebuild() will raise the same error, with its place
-        return None
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -259,10 +259,9 @@ def _cut_jagged(
             )
     # values are stored by feature and sample, so each feature has K consecutive segments
     segments_FK = [count for counts_K in zip(*lookups_KF) for count in counts_K]
-    values_of_K = _gather_segments(values_N, segments_FK, len(sizes_K))
-    weights_of_K: Sequence[Tensor | None] = [None] * len(sizes_K)
-    if weights_N is not None:
-        weights_of_K = _gather_segments(weights_N, segments_FK, len(sizes_K))
+    values_of_K, weights_of_K = (
+        _gather_segments(each, segments_FK, len(sizes_K)) for each in (values_N, weights_N)
+    )
     parts = []
     for k, size in enumerate(sizes_K):
         # reshape would keep a strided column
@@ -273,8 +272,10 @@ def _cut_jagged(
     return parts
 
 
-def _gather_segments(values_N: Tensor, segments_FK: list[int], num_parts: int) -> list[Tensor]:
+def _gather_segments(values_N: Tensor | None, segments_FK: list[int], num_parts: int) -> list[Any]:
     """Joins segments k, K + k, 2 K + k, ... to micro-batch k; views if there is one feature."""
+    if values_N is None:
+        return [None] * num_parts
     if len(segments_FK) == num_parts:
         return _views(values_N, segments_FK)
     views_FK = values_N.split(segments_FK)

@@ -27,6 +27,8 @@ PHASES = ("input_dist", "forward", "backward")
 _KEPT_BYTES = 32 << 20
 _ELEMENT_BYTES = 4
 
+_SCALES = (1.0, 1e-3, *[1e-6] * 7, 1.0)
+"""Milliseconds in the unit of each coefficient: ms, us, ns."""
 _FORWARD_SHARE = 1 / 3
 """Assumed share of forward: backward has two matrix products for each product of forward."""
 
@@ -47,19 +49,11 @@ class LocalWork:
     packs: float = 0.0  # packs of the exchange after the first
 
     def terms(self) -> tuple[float, ...]:
-        """Returns the factors of the coefficients of :class:`PhaseCost`; products are in ms."""
-        return (
-            self.calls,
-            self.features * 1e-3,
-            self.lookups * 1e-6,
-            self.rows * 1e-6,
-            self.lookup_elements * 1e-6,
-            self.bag_elements * 1e-6,
-            self.row_elements * 1e-6,
-            max(0.0, self.buffer_elements - _KEPT_BYTES / _ELEMENT_BYTES) * 1e-6,
-            self.updated * 1e-6,
-            self.packs,
-        )
+        """Returns the factors of the coefficients of :class:`PhaseCost`, whose fields have the
+        order of these; products are in ms."""
+        paged_elements = max(0.0, self.buffer_elements - _KEPT_BYTES / _ELEMENT_BYTES)
+        numbers = vars(self) | {"buffer_elements": paged_elements}
+        return tuple(number * scale for number, scale in zip(numbers.values(), _SCALES))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,9 +145,7 @@ class HotReduction:
             wait_for(self._work)
             self._work = None
             if len(self._outputs_P) > 1:
-                _cut_by_rank(
-                    self._flat, self._outputs_P, [[len(output)] for output in self._outputs_P]
-                )
+                _cut_by_rank(self._flat, self._outputs_P, [[len(out)] for out in self._outputs_P])
 
 
 _Counts = Sequence[Sequence[int]]

@@ -128,20 +128,16 @@ class Refresher:
     def _coverage(self) -> tuple[float, tuple[int, ...]]:
         """Share of accesses to hot rows, and accesses by home rank. Collective."""
         route = self._counted[0].route
-        num_hot, num_cold = (
-            sum(u.num_hot for u in self._uses),
-            sum(u.num_cold for u in self._uses),
-        )
-        sent = torch.tensor([num_hot, num_cold], device=route.device)
+        own = [sum(u.num_hot for u in self._uses), sum(u.num_cold for u in self._uses)]
+        sent = torch.tensor(own, device=route.device)
         hot_W, cold_W = route.ranks.gather(sent).t().tolist()
         total = sum(hot_W) + sum(cold_W)
         return (sum(hot_W) / total if total else 0.0), tuple(cold_W)
 
     def _decay(self) -> None:
         """Decays all counts, so that later steps weigh more."""
-        self._num_batches = (
-            self._num_batches * self.policy.fading + self._counted[0].route.ranks.size
-        )
+        num_ranks = self._counted[0].route.ranks.size
+        self._num_batches = self._num_batches * self.policy.fading + num_ranks
         for uses in self._uses:
             uses.fade(self.policy.fading)
 

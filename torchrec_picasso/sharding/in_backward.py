@@ -30,6 +30,7 @@ from torchrec_picasso._torchrec import (
     GroupedEmbeddingsLookup,
     GroupedPooledEmbeddingsLookup,
 )
+from torchrec_picasso.batches.members import made_like
 from torchrec_picasso.errors import CompatError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement, Flags
 from torchrec_picasso.placement import SHARDING_TYPE_OF
@@ -37,7 +38,6 @@ from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows, MicroBatchRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowLayout, RowRequest, with_new_layout
-from torchrec_picasso.rows.valid_features import like
 from torchrec_picasso.sharding.delta_tracker import RecordLookup, row_tracker
 from torchrec_picasso.sharding.output_dist import Later
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
@@ -92,8 +92,9 @@ class LaidOutFeatures(KeyedJaggedTensor):
         # detach() makes a new tensor object on the same memory; the caller's gets no attribute
         values = features.values().detach()
         values._row_layout = layout
-        weights_N, offsets_S1 = features.weights_or_none(), features.offsets_or_none()
-        return like(features, LaidOutFeatures, values, weights_N, features.lengths(), offsets_S1)
+        own = {"values": values, "offsets": features.offsets_or_none()}
+        laid_out: LaidOutFeatures = made_like(features, LaidOutFeatures, **own)
+        return laid_out
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Records ``stream`` on all tensors of the features and their layout."""

@@ -126,9 +126,8 @@ class InFlightBatch(Fetched):
         weights = self._weights_of(group_batch, name, number)
         acquired = []
         for index in indices:
-            sink = _no_sink
-            if trains:
-                sink = partial(self._take_gradients, group_batch.gradients, name, number, index)
+            take = partial(self._take_gradients, group_batch.gradients, name, number, index)
+            sink = take if trains else _drop_gradients
             is_last = trains and index == self.filled[-1]  # the last use of rows may free them
             rows = group_batch.rows.acquire(index, sink, weights, is_last=is_last, module=number)
             acquired.append((rows, self.sizes_K[index]))
@@ -203,5 +202,5 @@ class InFlightBatch(Fetched):
         return outputs
 
 
-def _no_sink(grads_M: Sequence[Tensor]) -> None:
+def _drop_gradients(grads_M: Sequence[Tensor]) -> None:
     """Receives gradients of a run that trains nothing."""
