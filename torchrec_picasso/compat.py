@@ -84,7 +84,6 @@ def _minors(versions: Mapping[str, str]) -> tuple[str | None, set[str | None]]:
 
 
 def _spelled(versions: Mapping[str, str]) -> str:
-    """Writes names and versions as text."""
     return " and ".join(f"{name} {version}" for name, version in versions.items())
 
 

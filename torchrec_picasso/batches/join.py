@@ -81,7 +81,6 @@ def _join(values: list[Any], path: str, sizes: list[int]) -> Any:
 
 
 def _join_members(values: list[Any], suffixes: list[str], path: str, sizes: list[int]) -> Any:
-    """Joins containers member by member, in the order of the first."""
     by_suffix = [dict(children_of(value) or []) for value in values]
     for members in by_suffix:
         if members.keys() != set(suffixes):
@@ -97,7 +96,6 @@ def _join_members(values: list[Any], suffixes: list[str], path: str, sizes: list
 
 
 def _join_tensors(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
-    """Joins tensors: samples along dim 0, shared tensors, or 0-d means."""
     first = values[0]
     if all(value.dim() and value.size(0) == size for value, size in zip(values, sizes)):
         if all(value.shape[1:] == first.shape[1:] for value in values):
@@ -117,7 +115,6 @@ def _join_tensors(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
 
 
 def _weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
-    """Averages 0-d means with the numbers of samples as weights."""
     dtype = values[0].dtype
     # at least float32: a sum of half-precision terms would round more than the model does
     wide = torch.promote_types(dtype, torch.float32)

@@ -54,9 +54,7 @@ def rebuild(container: Any, members: Sequence[Any], path: str, advice: str) -> A
 
 def arguments_of(value: Any) -> dict[str, Any] | None:
     """Lists the constructor arguments of a keyed or jagged tensor; ``None`` for anything else.
-
-    Values that the tensor cached meanwhile, perhaps on another stream, are not among them.
-    """
+    Values that the tensor cached meanwhile, perhaps on another stream, are not among them."""
     if isinstance(value, KeyedTensor):
         return {
             "keys": value.keys(),
@@ -79,9 +77,7 @@ def arguments_of(value: Any) -> dict[str, Any] | None:
 
 def made_like(value: Any, kind: Any = None, **changes: Any) -> Any:
     """Makes a keyed or jagged tensor like another one, with some arguments or the type changed.
-
-    Values that are not changed are not copied.
-    """
+    Values that are not changed are not copied."""
     kinds = (KeyedTensor, *JAGGED_TYPES)
     kind = kind or next(kind for kind in kinds if isinstance(value, kind))
     return kind(**{**(arguments_of(value) or {}), **changes})
@@ -89,9 +85,7 @@ def made_like(value: Any, kind: Any = None, **changes: Any) -> Any:
 
 def copy_batch(value: Any) -> Any:
     """Copies a batch, so that a model may write into it; objects that cannot be copied are shared.
-
-    Only the constructor's tensors are copied, on the current stream.
-    """
+    Only the constructor's tensors are copied, on the current stream."""
     members = children_of(value)
     if members is not None:
         copied = [copy_batch(member) for _, member in members]
@@ -108,7 +102,6 @@ def copy_batch(value: Any) -> Any:
 
 
 def _items_of(value: Any) -> list[tuple[str, Any]] | None:
-    """Lists fields or items, without assigned attributes."""
     if _is_dataclass(value):
         return [(f".{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
     if isinstance(value, dict):

@@ -88,7 +88,6 @@ def count_samples(batch: Any) -> int | None:
 
 
 def _deciding(counts: Sequence[tuple[Any, int | None]]) -> int | None:
-    """Picks the number of samples of a batch from those of its leaves."""
     # KeyedJaggedTensors decide: a dense tensor's dim 0 may be something else than samples
     counts = sorted(counts, key=lambda counted: not isinstance(counted[0], KeyedJaggedTensor))
     return next((count for _, count in counts if count is not None), None)
@@ -172,7 +171,6 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_uncuttable(leaf: Any, path: str) -> None:
-    """Refuses fields that cannot be split by samples."""
     refusal = None
     if isinstance(leaf, KeyedJaggedTensor):
         num_features = len(leaf.keys())
@@ -236,10 +234,8 @@ def _views(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 def _cut_jagged(
     value: KeyedJaggedTensor | JaggedTensor, path: str, sizes_K: list[int]
 ) -> list[KeyedJaggedTensor | JaggedTensor]:
-    """Splits a jagged tensor into K micro-batches; one host sync, for all numbers of lookups.
-
-    A JaggedTensor is stored as the lookups of one feature.
-    """
+    """Splits a jagged tensor into K micro-batches; one host sync, for all numbers of lookups. A
+    JaggedTensor is stored as the lookups of one feature."""
     is_keyed = isinstance(value, KeyedJaggedTensor)
     if is_keyed and not value.keys():
         return [made_like(value, stride=size) for size in sizes_K]

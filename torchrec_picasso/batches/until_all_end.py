@@ -71,9 +71,8 @@ class UntilAllEnd(Iterator[Any]):
     def __next__(self) -> Any:
         """Returns the next batch, maybe an empty one.
 
-        Raises:
-            StopIteration: On all ranks at once.
-            CompatError: If a rank needs an empty batch and a batch cannot be split.
+        Raises StopIteration on all ranks at once; CompatError if a rank needs an empty batch and a
+        batch cannot be split.
         """
         own = self._own.popleft() if self._own else None
         is_data = own is not None

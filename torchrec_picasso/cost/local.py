@@ -87,8 +87,7 @@ class PhaseCost:
     def fit(works: Sequence[LocalWork], ms: Sequence[float]) -> PhaseCost:
         """Fits non-negative coefficients to measurements, minimizing relative errors.
 
-        Raises:
-            PicassoError: If there are no measurements, or a time is not above 0.
+        Raises PicassoError if there are no measurements, or a time is not above 0.
         """
         if not works or len(works) != len(ms) or min(ms) <= 0:
             raise PicassoError(

@@ -78,10 +78,8 @@ def step_price(
 
     ``times`` has durations by kind and index, over all waves; missing operations take no time.
     ``shares_of_waves`` has the share of the work and of the bytes in each wave of packs.
-    ``forwards_first`` is that of :func:`.training_schedule`.
-
-    Raises:
-        PlanError: If an operation that does not send has a message.
+    ``forwards_first`` is that of :func:`.training_schedule`. Raises PlanError if an operation that
+    does not send has a message.
     """
     for (kind, _), time in times.items():
         if time.message is not None and not KINDS[kind].sends:

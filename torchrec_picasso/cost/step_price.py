@@ -97,10 +97,8 @@ class StepPricer:
         return _longer(best, self.curves.local.hot_cold.step_ms)
 
     def sparse_dist(self, cost: StockCost) -> StepPrice:
-        """Predicts a step under TorchRec's ``TrainPipelineSparseDist``.
-
-        Computation hides the exchange of ids, but no exchange of rows, gradients or dense sums.
-        """
+        """Predicts a step under TorchRec's ``TrainPipelineSparseDist``. Computation hides the
+        exchange of ids, but no exchange of rows, gradients or dense sums."""
         wire_ms = cost.wire_ms + (self.reduce.ms if self.reduce is not None else 0.0)
         compute_ms = cost.compute_ms + self.dense.total_ms
         hidden_ms = min(cost.ids_wire_ms, compute_ms)
@@ -187,7 +185,6 @@ class StepPricer:
 
 
 def _longer(price: StepPrice, added_ms: float) -> StepPrice:
-    """Adds computation that nothing hides."""
     step_ms, compute_ms = price.step_ms + added_ms, price.compute_ms + added_ms
     return replace(price, step_ms=step_ms, compute_ms=compute_ms)
 

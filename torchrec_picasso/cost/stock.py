@@ -59,10 +59,8 @@ class StockCost(Summable):
 
 @dataclass(frozen=True, kw_only=True)
 class StockTotals(Summable):
-    """Expected work of one step on one rank, summed over tables of one stock sharding type.
-
-    Fields named ``*_elements`` are numbers of lookups, bags or rows times dim.
-    """
+    """Expected work of one step on one rank, summed over tables of one stock sharding type. Fields
+    named ``*_elements`` are numbers of lookups, bags or rows times dim."""
 
     features: float = 0.0
     lookups: float = 0.0  # of the rank's batch, times the ranks that each is sent to

@@ -60,8 +60,7 @@ _TAGS = range(1 << 28, (1 << 28) + (1 << 20))
 class Ranks:
     """One rank and its peers, with TorchRec's registry of wire precisions.
 
-    Raises:
-        CompatError: If a precision is not FP32, FP16 or BF16.
+    Raises CompatError if a precision is not FP32, FP16 or BF16.
     """
 
     def __init__(
@@ -126,10 +125,8 @@ class Ranks:
         return _Exchange(_traffic[pg], [work]) if by_gloo else work
 
     def start_sum(self, values: Tensor) -> Pending:
-        """Starts summing values over ranks, in place. Collective.
-
-        A ring sends ``2 (W - 1) / W`` of the values.
-        """
+        """Starts summing values over ranks, in place. Collective. A ring sends ``2 (W - 1) / W`` of
+        the values."""
         if self.size == 1:
             return _Nothing()
         note_all_reduce(values.nbytes, self.size)

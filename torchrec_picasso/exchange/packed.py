@@ -26,11 +26,8 @@ from torchrec_picasso.ops.streams import keep_for_current_stream
 
 
 class Payload(NamedTuple):
-    """The share of one pack, or of one pack and chunk, in an all-to-all.
-
-    All payloads of an exchange have one type and device. The received tensor may be a slice of a
-    larger matrix.
-    """
+    """The share of one pack, or of one pack and chunk, in an all-to-all. All payloads of an
+    exchange have one type and device. The received tensor may be a slice of a larger matrix."""
 
     sent: Tensor
     """Contiguous ``(n, D)``, or ``(n,)`` which counts as ``(n, 1)``, by destination rank."""

@@ -35,8 +35,7 @@ def model_tables(model: nn.Module) -> list[ModelTable]:
     """Lists the tables of an unsharded model's EmbeddingBagCollections and EmbeddingCollections, at
     any depth, in module order.
 
-    Raises:
-        PlanError: If there is no table, or two tables have the same name.
+    Raises PlanError if there is no table, or two tables have the same name.
     """
     paths: dict[str, str] = {}
     tables = []
@@ -105,8 +104,7 @@ def read_chunks(
 ) -> Iterator[tuple[Path, pa.RecordBatch]]:
     """Yields each file's path and samples, in chunks with the columns of the tables' features.
 
-    Raises:
-        InputError: If a file cannot be read or lacks a column, or a column holds no integers.
+    Raises InputError if a file cannot be read or lacks a column, or a column holds no integers.
     """
     files = [Path(paths)] if isinstance(paths, (str, PathLike)) else [Path(path) for path in paths]
     if not files:

@@ -134,9 +134,7 @@ class BatchCut:
         strides_F: Sequence[int], sizes_K: Sequence[int | None], plan: PackPlan
     ) -> BatchCut:
         """Splits the features of a route with ``strides_F`` bags into samples of each micro-batch.
-
-        ``sizes_K`` is one ``None`` if every feature has its own batch size.
-        """
+        ``sizes_K`` is one ``None`` if every feature has its own batch size."""
         # Bags of each feature, by micro-batch.
         bags_KF = [strides_F if size is None else [size] * len(strides_F) for size in sizes_K]
         segments_MK, mean_MK = [], []
@@ -196,10 +194,8 @@ def count_lookups(offsets_S1: Tensor, bags_J: Sequence[int]) -> Tensor:
 def micro_batch_of_lookup(
     counts_J: Tensor, micro_batch_J: Sequence[int], num_lookups: int
 ) -> Tensor:
-    """Returns the micro-batch of each lookup in bag order, int64, shape ``(N,)``.
-
-    ``counts_J`` is a result of :func:`count_lookups`, ``micro_batch_J`` that of each segment.
-    """
+    """Returns the micro-batch of each lookup in bag order, int64, shape ``(N,)``. ``counts_J`` is a
+    result of :func:`count_lookups`, ``micro_batch_J`` that of each segment."""
     numbers = torch.tensor(micro_batch_J, dtype=torch.int64).to(counts_J.device, non_blocking=True)
     if counts_J.device.type == "cpu":
         return torch.repeat_interleave(numbers, counts_J, output_size=num_lookups)

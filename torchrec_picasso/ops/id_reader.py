@@ -37,10 +37,8 @@ class ReadIds:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedIds:
-    """The ids of a batch in one tensor, which another process receives in a third of the time.
-
-    All integers have the type of the linear ids, since each megabyte costs 0.4 ms.
-    """
+    """The ids of a batch in one tensor, which another process receives in a third of the time. All
+    integers have the type of the linear ids, since each megabyte costs 0.4 ms."""
 
     values: Tensor
     lengths: tuple[int, ...]
@@ -135,10 +133,8 @@ class IdReader:
 
 
 def _digest(features: KeyedJaggedTensor) -> int:
-    """Sums ids and lengths times random factors, modulo 2^64.
-
-    Other ids or lengths have the same sum with a chance below 1e-9.
-    """
+    """Sums ids and lengths times random factors, modulo 2^64. Other ids or lengths have the same
+    sum with a chance below 1e-9."""
     numbers = torch.cat([features.lengths().long(), features.values().long()])
     factors = _factors(1 << numbers.numel().bit_length(), numbers.device)
     return int(numbers.mul_(factors[: numbers.numel()]).sum())

@@ -124,19 +124,14 @@ class IdSpace:
         )
 
     def linearize(self, rows_N: Tensor, counts_F: Tensor) -> tuple[Tensor, Tensor]:
-        """Converts rows of tables to linear ids, as :func:`shift_rows`.
-
-        Ids are int32 when the space allows, which halves the cost of sorting.
-        """
+        """Converts rows of tables to linear ids, as :func:`shift_rows`. Ids are int32 when the
+        space allows, which halves the cost of sorting."""
         base_F, limit_F = self.feature_base_F, self.feature_rows_F
         return shift_rows(rows_N, counts_F, base_F, limit_F, self.id_dtype)
 
     def find_blocks(self, ids_n: Tensor) -> tuple[Tensor, Tensor]:
-        """Finds the (table, home rank) block and the home row of linear ids, all int64.
-
-        A home row is counted in the home rank's storage of the pack. O(n log(T W)) time, no host
-        sync.
-        """
+        """Finds the (table, home rank) block and the home row of linear ids, all int64. A home row
+        is counted in the home rank's storage of the pack. O(n log(T W)) time, no host sync."""
         # right=True skips empty blocks: the last block that starts at or below the id contains it.
         block_n = torch.searchsorted(self.block_start_TW, ids_n, right=True).sub_(1)
         return block_n, self.block_shift_TW.index_select(0, block_n).add_(ids_n)
@@ -193,9 +188,7 @@ class HotSlots:
 
     def touched(self, bits_WX: np.ndarray) -> list[np.ndarray]:
         """Finds the hot slots that any rank's batch uses, from :func:`bits_to_words` on the host.
-
-        Slots of each pack ascend, are counted from 0 in the pack, and are on the host.
-        """
+        Slots of each pack ascend, are counted from 0 in the pack, and are on the host."""
         union_X = np.bitwise_or.reduce(bits_WX, axis=0)
         touched_t = np.unpackbits(union_X.view(np.uint8), bitorder="little").nonzero()[0]
         # touched_t ascends over all packs: find each pack's range, then count from 0 in the pack.
@@ -246,10 +239,8 @@ def shift_rows(
 
 
 def segment_of(end_J: Tensor, num: int) -> Tensor:
-    """Returns the segment of each of ``num`` entries, int64, by the end of each one, ascending.
-
-    Few long segments: a GPU's ``repeat_interleave`` fills each of them with a single warp.
-    """
+    """Returns the segment of each of ``num`` entries, int64, by the end of each one, ascending. Few
+    long segments: a GPU's ``repeat_interleave`` fills each of them with a single warp."""
     return torch.searchsorted(end_J, torch.arange(num, device=end_J.device), right=True)
 
 

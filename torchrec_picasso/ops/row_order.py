@@ -197,10 +197,8 @@ def locate_rows(
     chunk_U: Tensor | None = None,
     num_chunks: int = 1,
 ) -> LocatedRows:
-    """Puts distinct rows, ascending, in request order; without ``chunk_U`` all are in chunk 0.
-
-    O(U log(T W) + U log H) time, no host sync.
-    """
+    """Puts distinct rows, ascending, in request order; without ``chunk_U`` all are in chunk 0. O(U
+    log(T W) + U log H) time, no host sync."""
     ids_U = ids_U.to(torch.int64)
     block_U, storage_row_U = space.find_blocks(ids_U)
     # Each pack has 1 + K W segments of request order: the replicas, then the home ranks of chunk 0,

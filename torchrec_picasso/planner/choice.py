@@ -209,7 +209,6 @@ def price_plan(
 
 
 def _plans(tables: Sequence[TableInfo], works: Sequence[TableWork]) -> dict[str, Forms]:
-    """Lists the plans to price; some may be equal."""
     able = {i: table.forms for i, table in enumerate(tables) if table.not_hot_cold is None}
 
     def fewer_bytes(work: TableWork, forms: Sequence[Form]) -> Form:

@@ -59,10 +59,8 @@ def decide(
 
     Arguments as for ``hot_cold_planner``; ``batch_size`` is per rank, ``replica_budget_bytes`` per
     rank and used only if the cost model chooses (``hot_rows=None``), ``dense=None`` = the times in
-    the curves.
-
-    Raises:
-        PlanError: If the statistics are of other tables, or the requested hot rows do not exist.
+    the curves. Raises PlanError if the statistics are of other tables, or the requested hot rows do
+    not exist.
     """
     able = {t.load.name: t.load.num_embeddings for t in tables if t.not_hot_cold is None}
     if stats is not None:

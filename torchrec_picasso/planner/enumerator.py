@@ -74,10 +74,8 @@ class HotColdEnumerator(EmbeddingEnumerator):
         """Lists the options of all tables, in the same order in every process.
 
         A hot/cold table has only hot/cold options, another table TorchRec's; if ``only_decided``,
-        each table has one option.
-
-        Raises:
-            PlanError: If requested hot rows cannot be placed, with the reason.
+        each table has one option. Raises PlanError if requested hot rows cannot be placed, with the
+        reason.
         """
         self.decision = None
         options_by_path = self._list_options(module, sharders)

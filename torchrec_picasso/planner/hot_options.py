@@ -45,9 +45,7 @@ def hot_cold_options(
     options: Sequence[ShardingOption], placement: HotColdParams
 ) -> list[ShardingOption]:
     """Converts the :func:`offered_options` of one table to hot/cold options, in place.
-
-    ``placement`` replaces that of the constraints; TorchRec's own cache settings stay.
-    """
+    ``placement`` replaces that of the constraints; TorchRec's own cache settings stay."""
     kept = offered_options(options, placement.form)
     for option in kept:
         names = [field.name for field in fields(CacheParams)] if option.cache_params else []
@@ -150,7 +148,6 @@ def explain_shortage(options: Sequence[ShardingOption], topology: Topology) -> P
 def _smallest(
     options_by_table: Iterable[Sequence[ShardingOption]], topology: Topology
 ) -> list[ShardingOption]:
-    """Selects the option of each table that takes least memory."""
     return [min(found, key=lambda o: _per_rank(o, topology)) for found in options_by_table]
 
 

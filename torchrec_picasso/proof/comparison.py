@@ -10,8 +10,6 @@ recorded, and so are Python's and NumPy's random numbers: forwards cannot be com
 detects large errors of some samples, such as a loss over clicked samples only; it tolerates a few
 samples that cross a kink or a tie, where rounding decides. The median detects small errors of all
 samples, such as an auxiliary loss of small weight.
-
-Shape letters: B samples, or lookups of them.
 """
 
 from __future__ import annotations

@@ -19,10 +19,8 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def outside_of_sharded(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields a module and its submodules by path, but no submodules of sharded modules.
-
-    The paths begin with ``path``, that of the module itself.
-    """
+    """Yields a module and its submodules by path, but no submodules of sharded modules. The paths
+    begin with ``path``, that of the module itself."""
     yield path, module
     if not isinstance(module, ShardedModule):
         for name, child in module.named_children():

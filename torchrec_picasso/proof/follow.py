@@ -31,10 +31,8 @@ _KNOWN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class Follower(TorchDispatchMode):
-    """A dispatch mode that records how each tensor depends on the batch.
-
-    ``names`` are those of the model's parameters and buffers, by ``id``.
-    """
+    """A dispatch mode that records how each tensor depends on the batch. ``names`` are those of the
+    model's parameters and buffers, by ``id``."""
 
     def __init__(self, sizes: Sizes, names: Mapping[int, str]) -> None:
         super().__init__()
@@ -48,10 +46,8 @@ class Follower(TorchDispatchMode):
         """The first refusal, with its place; kept because a model may catch the exception."""
 
     def know(self, tensor: Tensor, value: Value, *, is_input: bool = False) -> None:
-        """Records how a tensor without data depends on the batch; the batch's dim may be open.
-
-        The model must not write into an input.
-        """
+        """Records how a tensor without data depends on the batch; the batch's dim may be open. The
+        model must not write into an input."""
         if id(tensor) not in self._known:
             storage = tensor.untyped_storage()._cdata
             self._in_storage.setdefault(storage, []).append(id(tensor))
@@ -170,7 +166,6 @@ class Follower(TorchDispatchMode):
         return f"{self._names.get(id(tensor), 'a tensor from outside')}, once per micro-batch"
 
     def _note_views(self, call: Call, func: Any) -> None:
-        """Records outputs that share memory with a tensor of the model."""
         real = [op.tensor for op in call.operands if not isinstance(op.tensor, FakeTensor)]
         if real and any(returned.alias_info is not None for returned in func._schema.returns):
             for out in call.outputs:

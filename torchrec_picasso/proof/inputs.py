@@ -18,10 +18,8 @@ from torchrec_picasso.proof.values import SAME, SAMPLES, Kind, Sizes, UnprovedEr
 
 
 class Inputs:
-    """Makes values without data that have the structure of given values.
-
-    New symbols are added to ``sizes``, and the dependence of each tensor to ``follower``.
-    """
+    """Makes values without data that have the structure of given values. New symbols are added to
+    ``sizes``, and the dependence of each tensor to ``follower``."""
 
     def __init__(
         self, sizes: Sizes, follower: Follower, mode: FakeTensorMode, num_samples: int
@@ -34,9 +32,7 @@ class Inputs:
 
     def like(self, value: Any, path: str, *, has_graph: bool = False) -> Any:
         """Makes a value like a batch or an output; raises UnprovedError if that cannot be split.
-
-        With ``has_graph`` gradients run back to floats, and the model may write into them.
-        """
+        With ``has_graph`` gradients run back to floats, and the model may write into them."""
         if isinstance(value, Awaitable):
             value = value.wait()
         if isinstance(value, KeyedJaggedTensor):
@@ -82,7 +78,6 @@ class Inputs:
     def _make(
         self, like: Tensor, sizes: tuple[Any, ...], value: Value, has_graph: bool = False
     ) -> Tensor:
-        """Makes one tensor without data and records its dependence."""
         if type(like) not in (Tensor, nn.Parameter) or like.layout is not torch.strided:
             raise UnprovedError(f"holds a {type(like).__name__} of layout {like.layout}")
         if not has_graph and vars(like):

@@ -222,7 +222,6 @@ def to_jagged(call: Call) -> Sequence[Value]:
 
 
 def _feature_of(call: Call) -> str:
-    """Returns the one feature whose offsets a call has."""
     names = ("offset", "offsets", "x_offsets")
     places = [operand.value for operand in call.operands if operand.name in names]
     if len(places) != 1 or places[0].kind is not Kind.OFFSETS:

@@ -197,10 +197,8 @@ class Sizes:
         return None
 
     def assumption(self, start: int = 0) -> str | None:
-        """Describes an assumption of PyTorch's other than an equality; ``None`` = none.
-
-        Equalities are recorded as needed. Guards before ``start`` are skipped.
-        """
+        """Describes an assumption of PyTorch's other than an equality; ``None`` = none. Equalities
+        are recorded as needed. Guards before ``start`` are skipped."""
         for guard in self.env.guards[start:]:
             one, other = (self._names.get(side) for side in _equal_sides(guard.expr))
             if one is None or other is None:

@@ -246,10 +246,8 @@ class Watch(TorchFunctionMode):
             sys.setprofile(self._see)
 
     def _see(self, frame: FrameType, event: str, given: Any) -> None:
-        """The profile function: Python calls it at every call of a function.
-
-        Python drops it after any error, which the model may catch, so every error is a refusal.
-        """
+        """The profile function: Python calls it at every call of a function. Python drops it after
+        any error, which the model may catch, so every error is a refusal."""
         try:
             if event == "call":
                 self._see_call(frame)

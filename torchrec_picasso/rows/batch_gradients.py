@@ -38,10 +38,8 @@ class BatchGradients:
         self._packs_left = set(range(len(layout.packs)))
 
     def add(self, micro_batch: int, grads_M: Sequence[Tensor], module: int = 0) -> None:
-        """Adds the gradients of a micro-batch's rows, ``(n, D_m)`` by matrix of the module.
-
-        With one micro-batch they are the sums.
-        """
+        """Adds the gradients of a micro-batch's rows, ``(n, D_m)`` by matrix of the module. With
+        one micro-batch they are the sums."""
         matrices = self._group.plan.modules[module]
         if len(self._layout.sizes_K) == 1:  # gradients are in request order
             for matrix, grads in zip(matrices, grads_M):
@@ -56,10 +54,8 @@ class BatchGradients:
             pooling.add_gradients(sums, grads)
 
     def send(self, chunk: int, wave: int | None = None) -> None:
-        """Starts sending the gradients of a chunk to the home ranks. Collective.
-
-        Requires that every micro-batch that uses the chunk's rows has run backward.
-        """
+        """Starts sending the gradients of a chunk to the home ranks. Collective. Requires that
+        every micro-batch that uses the chunk's rows has run backward."""
         packs, grads_P = self._in_wave(wave)
         if not packs:
             return

@@ -50,9 +50,7 @@ class BatchRows:
 
     def looked_up(self, storage: RowStorage) -> Tensor:
         """Returns the home rows of a pack on this rank that any rank's batch looks up, hot or cold.
-
-        Distinct, ascending, int64, shape ``(n,)``. One host sync on CUDA.
-        """
+        Distinct, ascending, int64, shape ``(n,)``. One host sync on CUDA."""
         pack = self.layout.packs[self.group.storages.index(storage)]
         rows = [pack.requests.home_row_numbers_n.to(torch.int64), pack.touched.own_rows_o]
         return torch.cat(rows).unique()
@@ -174,10 +172,8 @@ class MicroBatchRows:
 
     @property
     def features(self) -> KeyedJaggedTensor:
-        """Features of a sequence module's micro-batch, in the order of its tables.
-
-        Lengths are known on the host; the module has one matrix.
-        """
+        """Features of a sequence module's micro-batch, in the order of its tables. Lengths are
+        known on the host; the module has one matrix."""
         layout, k = self.batch_rows.layout, self.micro_batch
         sizes_K = [size for size in layout.sizes_K if size is not None]
         assert sizes_K, "sequences have one batch size"
@@ -200,9 +196,7 @@ class MicroBatchRows:
 
     def arrive(self) -> Iterator[Tensor]:
         """Waits for the chunks that the micro-batch needs; yields the rows of one matrix at a time.
-
-        Shape ``(U_m, D_m)``; dirty rows of later chunks are not filled yet.
-        """
+        Shape ``(U_m, D_m)``; dirty rows of later chunks are not filled yet."""
         rows, plan = self.batch_rows, self.batch_rows.group.plan
         for matrix in plan.modules[self.module]:
             packs = plan.matrices[matrix]

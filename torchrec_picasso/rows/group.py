@@ -7,8 +7,6 @@ On the CPU a new matrix of some megabytes is new memory, and the first write to 
 page fault: 20 of 350 ms for the rows and gradients of a Criteo step (three matrices of 22,900 rows
 of D=128). Matrices are therefore reused from step to step. An accelerator's allocator reuses memory
 by itself.
-
-Shape letters: M matrices, D dim.
 """
 
 from __future__ import annotations
@@ -73,10 +71,8 @@ class RowGroup:
 
     @staticmethod
     def merged(groups: Sequence[RowGroup]) -> RowGroup:
-        """Merges the groups of several modules into one exchange, over the same storages.
-
-        One group per module, none of them staggered, all with equal ranks and wire precision.
-        """
+        """Merges the groups of several modules into one exchange, over the same storages. One group
+        per module, none of them staggered, all with equal ranks and wire precision."""
         if len(groups) == 1:
             return groups[0]
         assert not any(group.is_staggered for group in groups), "waves are of one module"
@@ -220,9 +216,7 @@ class RowBuffers:
 
 class Matrices:
     """A buffer of rows, or of gradients, for each entry of a list of matrices of a batch.
-
-    ``buffers_M`` allocates them, with ``num_rows_M`` rows each.
-    """
+    ``buffers_M`` allocates them, with ``num_rows_M`` rows each."""
 
     def __init__(self, buffers_M: Sequence[RowBuffers], num_rows_M: Sequence[int]) -> None:
         self._buffers_M = buffers_M

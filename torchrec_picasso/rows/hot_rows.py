@@ -58,11 +58,8 @@ class SavedUses:
 
 
 class CountedRoute:
-    """The hot rows of one route, and the access counts that they are chosen by.
-
-    ``uses_P`` are this rank's counts of its packs: those that have hot rows, and cold rows to
-    choose from.
-    """
+    """The hot rows of one route, and the access counts that they are chosen by. ``uses_P`` are this
+    rank's counts of its packs: those that have hot rows, and cold rows to choose from."""
 
     def __init__(self, route: Route) -> None:
         self.route = route
@@ -130,10 +127,8 @@ class CountedRoute:
             uses.homes_n[row_c[is_here_c]] = uses_n[~is_hot_n][is_here_c]
 
     def _take_census(self, most_P: Sequence[int]) -> list[Census]:
-        """Collects counts from all ranks. Collective: one all-reduce, one all-gather.
-
-        ``most_P`` is the largest number of candidates of a rank for each pack.
-        """
+        """Collects counts from all ranks. Collective: one all-reduce, one all-gather. ``most_P`` is
+        the largest number of candidates of a rank for each pack."""
         sums = torch.cat([uses.replicas_h for uses in self.uses_P])
         wait_for(self.route.ranks.start_sum(sums))
         # (2, C) of this rank for each pack, side by side: one gather for all packs of the module

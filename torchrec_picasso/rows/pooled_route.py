@@ -271,10 +271,8 @@ class _Request(RouteRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class _IncomingBags(IncomingRequests):
-    """Incoming requests for pooled bags, ordered by micro-batch, rank, sample and feature.
-
-    There is a home row per lookup, int64.
-    """
+    """Incoming requests for pooled bags, ordered by micro-batch, rank, sample and feature. There is
+    a home row per lookup, int64."""
 
     sends_rows = False
 

@@ -43,10 +43,8 @@ class Refreshed:
 
 
 class Refresher:
-    """Counts the accesses to some tables' rows, and refreshes their hot sets.
-
-    There is one group per module; all are over the same ranks.
-    """
+    """Counts the accesses to some tables' rows, and refreshes their hot sets. There is one group
+    per module; all are over the same ranks."""
 
     def __init__(self, groups: Sequence[RowGroup], policy: Refresh) -> None:
         self.policy = policy
@@ -106,9 +104,7 @@ class Refresher:
 
     def _evaluate(self, coverage: float, home_uses_W: tuple[int, ...]) -> Refreshed:
         """Evaluates the hot sets now, and changes them where counts justify it. Collective.
-
-        ``coverage`` and ``home_uses_W`` are those since the last evaluation or check.
-        """
+        ``coverage`` and ``home_uses_W`` are those since the last evaluation or check."""
         self._rescale()
         moved = [each.refresh(self.policy, self._num_batches) for each in self._counted]
         num_moved, moved_bytes = map(sum, zip(*moved))
@@ -147,6 +143,5 @@ class Refresher:
             uses.settle()
 
     def _begin_window(self) -> None:
-        """Restarts the counts that coverage is measured from."""
         for uses in self._uses:
             uses.begin_window()

@@ -298,10 +298,8 @@ class _IncomingRows(IncomingRequests):
 
 @dataclass(frozen=True, kw_only=True)
 class _RowPooling(Pooling):
-    """The pooling of one micro-batch of one matrix of rows; one piece, ``(B F, D)``.
-
-    Sequences are not pooled: the piece has the row of each lookup, ``(N, D)``.
-    """
+    """The pooling of one micro-batch of one matrix of rows; one piece, ``(B F, D)``. Sequences are
+    not pooled: the piece has the row of each lookup, ``(N, D)``."""
 
     index: PoolingIndex
     size: int | None

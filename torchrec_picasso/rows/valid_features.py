@@ -68,10 +68,8 @@ class RepairedFeatures(KeyedJaggedTensor):
 
 
 def valid_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Returns features with valid lengths: the input if known to be valid, else repaired ones.
-
-    O(S) time; no host sync on an accelerator.
-    """
+    """Returns features with valid lengths: the input if known to be valid, else repaired ones. O(S)
+    time; no host sync on an accelerator."""
     if isinstance(features, RepairedFeatures):
         return features
     if features.values().device.type == "cpu" and length_error(features) is None:
@@ -81,9 +79,7 @@ def valid_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 def are_bad(validated: Iterable[KeyedJaggedTensor]) -> Tensor | bool:
     """Whether any lengths were malformed that :func:`valid_features`, with these results, replaced.
-
-    0-d bool on the device, or a ``bool`` known on the host.
-    """
+    0-d bool on the device, or a ``bool`` known on the host."""
     flags = (features.is_bad for features in validated if isinstance(features, RepairedFeatures))
     return reduce(or_, flags, False)
 
@@ -174,7 +170,6 @@ def _describe_bad_weight(
 def _first_bad(
     is_bad_N: Tensor, tables: Sequence[PackedTable], features: KeyedJaggedTensor
 ) -> tuple[int, str, PackedTable]:
-    """Finds the first invalid lookup, its feature and its table."""
     first = int(is_bad_N.nonzero()[0])
     index = bisect_right(list(accumulate(features.length_per_key())), first)
     return first, features.keys()[index], [t for t in tables for _ in t.feature_names][index]

@@ -56,10 +56,8 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
     def forward(
         self, sparse_features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Starts the request. Collective.
-
-        The inner awaitable returns the features with their layout.
-        """
+        """Starts the request. Collective. The inner awaitable returns the features with their
+        layout."""
         validated, self.validated = self.validated, ()
         self._group.check(sparse_features)
         with torch.no_grad():
@@ -156,10 +154,8 @@ class _HotColdLookup:
         return HotColdKernel(config, self._storages[len(self._emb_modules)], self._group.ranks)
 
     def forward(self, sparse_features: LaidOutFeatures | MicroBatchRows) -> MicroBatchRows:
-        """Starts to fetch the rows of a batch. Collective.
-
-        Rows of a micro-batch that a schedule fetches are returned unchanged.
-        """
+        """Starts to fetch the rows of a batch. Collective. Rows of a micro-batch that a schedule
+        fetches are returned unchanged."""
         rows = sparse_features
         if not isinstance(rows, MicroBatchRows):
             # sequences have no use for weights
@@ -196,9 +192,7 @@ class _HotColdLookup:
 
     def _send(self, layout: RowLayout, grads_M: Sequence[Tensor]) -> None:
         """Sends a batch's gradients, ``(R, D)`` by matrix, and queues the update; runs in backward.
-
-        Collective. ``layout`` is that of the forward's fetch.
-        """
+        Collective. ``layout`` is that of the forward's fetch."""
         if layout.hot_epoch != self._group.hot_epoch:
             raise PicassoError(
                 "hot rows changed between a forward and its backward; change them between steps"

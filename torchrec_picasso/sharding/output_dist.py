@@ -86,11 +86,8 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, MicroBatchRo
 
 
 class _PoolArrivals(Function):
-    """Waits for rows and pools them; backward sends the rows' gradients.
-
-    Bags that their home ranks pooled are returned as views of the rows' memory; the consumer
-    copies them.
-    """
+    """Waits for rows and pools them; backward sends the rows' gradients. Bags that their home ranks
+    pooled are returned as views of the rows' memory; the consumer copies them."""
 
     @staticmethod
     def forward(

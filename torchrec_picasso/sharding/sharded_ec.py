@@ -132,7 +132,6 @@ def _refuse_untrained(ctx: EmbeddingCollectionContext, device: torch.device | No
 def _by_feature(
     rows: Awaitable[Tensor], features: KeyedJaggedTensor, names: Sequence[str], need_indices: bool
 ) -> dict[str, JaggedTensor]:
-    """Splits the rows of all lookups ``(N, D)`` by feature."""
     lookups_F = features.length_per_key()
     ids_F = features.values().split(lookups_F) if need_indices else [None] * len(names)
     rows_F = rows.wait().split(lookups_F)
@@ -175,9 +174,7 @@ def spread_sequences(
 
 def _take(jagged: JaggedTensor, lengths_B: Tensor, starts_B: Tensor, num: int) -> JaggedTensor:
     """Copies from each start the given number of lookups ``(N, D)``, in the order of the samples.
-
-    ``starts_B`` count within ``jagged``; ``num`` is the sum of the lengths.
-    """
+    ``starts_B`` count within ``jagged``; ``num`` is the sum of the lengths."""
     # source index of output n is n + (start of its sample - sum of the lengths before the sample)
     behind_B = starts_B - (lengths_B.cumsum(0) - lengths_B)
     lookup_N = torch.arange(num, device=lengths_B.device)

@@ -90,10 +90,8 @@ class HotColdModule(ABC):
 
     @abstractmethod
     def with_shardings(self, positions: Sequence[int]) -> HotColdModule:
-        """Copies the module with a subset of its shardings; both modules share the rows.
-
-        Positions ascend. The copy makes its own input dists, with the first batch.
-        """
+        """Copies the module with a subset of its shardings; both modules share the rows. Positions
+        ascend. The copy makes its own input dists, with the first batch."""
 
     @abstractmethod
     def join(self, outputs: Sequence[LazyAwaitable[Any]]) -> LazyAwaitable[Any]:
@@ -181,10 +179,8 @@ class HotColdModule(ABC):
         return group
 
     def features_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Selects the features that the module looks up, in the order of its tables.
-
-        Lengths of the module's input must be valid.
-        """
+        """Selects the features that the module looks up, in the order of its tables. Lengths of the
+        module's input must be valid."""
         if self._has_uninitialized_input_dist:
             self._create_input_dist(features.keys())
             self._has_uninitialized_input_dist = False

@@ -50,9 +50,8 @@ class _HotColdSharder:
     ) -> Any:
         """Shards one module by the plan. Collective.
 
-        Raises:
-            CompatError: If tables are hot/cold and another module shares them, the module is inside
-                one that changes ids or rows, or a table's configuration does not allow it.
+        Raises CompatError if tables are hot/cold and another module shares them, the module is
+        inside one that changes ids or rows, or a table's configuration does not allow it.
         """
         _refuse(module, params, module_fqn)
         return self.sharded_module_type(

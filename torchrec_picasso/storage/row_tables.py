@@ -231,10 +231,8 @@ class RowTables(nn.Module):
         grads_mD: Tensor,
         bags: tuple[Tensor, Tensor | None] | None,
     ) -> None:
-        """Updates by the fused TBE, which applies its optimizer in backward.
-
-        It sums gradients of repeated rows itself.
-        """
+        """Updates by the fused TBE, which applies its optimizer in backward. It sums gradients of
+        repeated rows itself."""
         if not len(grads_mD):
             # one empty bag per table: the step counts, as in stock TorchRec
             self.tbe(slots_t, slots_t.new_zeros(1 + len(self.layout.tables)))

@@ -196,10 +196,8 @@ def row_update(
 def new_states(
     optimizer: EmbOptimType, num_rows: int, dim: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Returns the initial state of a table, for an optimizer of :data:`ONLY_HERE`.
-
-    State tensors have FBGEMM's names; float32, shape ``(num_rows, dim)`` or ``(num_rows,)``.
-    """
+    """Returns the initial state of a table, for an optimizer of :data:`ONLY_HERE`. State tensors
+    have FBGEMM's names; float32, shape ``(num_rows, dim)`` or ``(num_rows,)``."""
     squares_shape = (num_rows,) if optimizer in PARTIAL_ROW_WISE else (num_rows, dim)
     return {
         "exp_avg": torch.zeros(num_rows, dim, device=device),

@@ -144,9 +144,8 @@ class BatchQueue:
     def run_step(self) -> None:
         """Runs the operations of a step. Collective.
 
-        Raises:
-            CompatError: On all ranks, if a batch of any rank cannot be trained; and see
-                :meth:`.MicroBatchPolicy.decide`.
+        Raises CompatError on all ranks, if a batch of any rank cannot be trained; and see
+        :meth:`.MicroBatchPolicy.decide`.
         """
         inflight, settings = self.first, [inflight.setting for inflight in self._inflights]
         is_training = self._model.training
@@ -271,11 +270,8 @@ class BatchQueue:
         self._run(first_batch_schedule(self.first.setting, num_waves=self._num_waves))
 
     def _prepared(self, fetched: Fetched) -> InFlightBatch:
-        """Prepares a batch by the current setting.
-
-        A batch that cannot be trained is refused on all ranks before the step; until then the batch
-        before stands in for it.
-        """
+        """Prepares a batch by the current setting. A batch that cannot be trained is refused on all
+        ranks before the step; until then the batch before stands in for it."""
         setting = self._policy.current
         if not self._model.training:  # evaluation is never split
             setting = replace(setting, num_micro_batches=1)

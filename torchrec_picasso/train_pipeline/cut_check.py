@@ -136,10 +136,8 @@ class _RunResult:
     state: State
 
     def difference(self, parts: _RunResult, tolerance: Tolerance, cut: _Cut) -> str | None:
-        """Describes the first difference in gradients, loss, state or outputs.
-
-        The outputs of a torn batch are in another order and not compared.
-        """
+        """Describes the first difference in gradients, loss, state or outputs. The outputs of a
+        torn batch are in another order and not compared."""
         for (name, one), (_, other) in zip(self.tensors, parts.tensors):
             if one is not None and other is not None:
                 found = difference_of(one.to_dense(), other.to_dense(), tolerance)
@@ -206,10 +204,8 @@ class CutEvidence:
         return prove(self.pipelined.inner, inflight.batch, outputs, self.program.losses.reduction)
 
     def compare(self, inflight: InFlightBatch) -> str | None:
-        """Describes a difference on any rank; ``None`` = no rank sees one. Collective.
-
-        The rows of the in-flight batch are fetched or on their way.
-        """
+        """Describes a difference on any rank; ``None`` = no rank sees one. Collective. The rows of
+        the in-flight batch are fetched or on their way."""
         # collective, so it comes before any decision of this rank alone
         full_outputs = inflight.full_batch_outputs(self.pipelined.plain)
         is_cut = inflight.sizes_K[0] < inflight.num_samples
@@ -219,7 +215,6 @@ class CutEvidence:
     def _difference(
         self, inflight: InFlightBatch, full_outputs: Mapping[str, FullBatchOutput]
     ) -> str | None:
-        """Describes the first difference on this rank."""
         num_samples, num_parts = inflight.num_samples, len(inflight.sizes_K)
         ways = {
             "on the whole batch": _Cut.in_order([num_samples]),
@@ -260,9 +255,7 @@ class CutEvidence:
         still: StillRandomness,
     ) -> _RunResult:
         """Runs forward and backward of all micro-batches of ``cut``, as a step does.
-
-        ``full_outputs`` are those of the sharded modules for the whole batch, by name.
-        """
+        ``full_outputs`` are those of the sharded modules for the whole batch, by name."""
         model = copy_model(self.pipelined.inner, self.pipelined.postproc_modules)
         # copies: a model may write into its batch, and the step still needs the original
         batch, context = copy_batch(inflight.batch), copy.copy(inflight.context)

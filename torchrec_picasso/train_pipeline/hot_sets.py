@@ -77,10 +77,8 @@ class HotSets:
             self._refresher.go_on_with(saved)
 
     def end_step(self) -> None:
-        """Ends a training step; a refresh may follow. Collective.
-
-        All ranks raise PicassoError if a replica differs from its owned row.
-        """
+        """Ends a training step; a refresh may follow. Collective. All ranks raise PicassoError if a
+        replica differs from its owned row."""
         self._num_steps += 1
         if self._verify_every is not None and self._num_steps % self._verify_every == 0:
             for group in self._groups:

@@ -141,10 +141,8 @@ class InFlightBatch(Fetched):
         index: int,
         grads_M: Sequence[Tensor],
     ) -> None:
-        """Receives the gradients ``(n, D_m)`` of the rows of each matrix, in a backward.
-
-        If the model runs a module without gradients, or stops its gradients, this is not called.
-        """
+        """Receives the gradients ``(n, D_m)`` of the rows of each matrix, in a backward. If the
+        model runs a module without gradients, or stops its gradients, this is not called."""
         if (name, index) in self.trained:
             raise CompatError(
                 f"{name}: a second backward of one step reaches its tables, which TorchRec updates "
@@ -187,9 +185,7 @@ class InFlightBatch(Fetched):
 
     def full_batch_outputs(self, plain: Mapping[str, Any]) -> dict[str, FullBatchOutput]:
         """Computes each pipelined module's output for the whole batch, without its graph.
-
-        Collective. The modules are those of all groups, and ``plain`` ones.
-        """
+        Collective. The modules are those of all groups, and ``plain`` ones."""
         self.compute_full_outputs(plain)
         outputs = {name: self.full_outputs[name].detached() for name in plain}
         for group_batch in self.groups:

@@ -39,19 +39,15 @@ _OFTEN_UNTIL = 16
 
 
 def is_due(step: int) -> bool:
-    """Whether a training step, counted from 1, starts with a comparison.
-
-    Steps 1, 2, 4, 8, 16, then 64, 256, 1024, ...
-    """
+    """Whether a training step, counted from 1, starts with a comparison. Steps 1, 2, 4, 8, 16, then
+    64, 256, 1024, ..."""
     is_power_of_2 = step & (step - 1) == 0
     return is_power_of_2 and (step <= _OFTEN_UNTIL or step.bit_length() % 2 == 1)
 
 
 class MicroBatchPolicy:
-    """Decides whether batches are trained whole or in micro-batches, and times the steps.
-
-    ``None`` for a number of micro-batches or for lookahead = the fastest.
-    """
+    """Decides whether batches are trained whole or in micro-batches, and times the steps. ``None``
+    for a number of micro-batches or for lookahead = the fastest."""
 
     def __init__(
         self, num_micro_batches: int | None, lookahead: bool | None, device: torch.device
@@ -116,10 +112,8 @@ class MicroBatchPolicy:
         self._choice.settle_on(setting)
 
     def has_changed(self, batch: Any) -> bool:
-        """Whether the model or the form of the next batch differs from what was examined.
-
-        This rank's result only: its consequences wait until all ranks agree.
-        """
+        """Whether the model or the form of the next batch differs from what was examined. This
+        rank's result only: its consequences wait until all ranks agree."""
         self._change = None
         if self._why_whole is not None:
             return False
@@ -143,10 +137,8 @@ class MicroBatchPolicy:
         """Decides before a training step whether its batch is trained whole. Collective.
 
         ``has_changed`` tells whether the model of any rank has changed since the last decision.
-
-        Raises:
-            CompatError: On all ranks, if the user requested micro-batches that do not train the
-                same as the batch. The step has not begun.
+        Raises CompatError on all ranks, if the user requested micro-batches that do not train the
+        same as the batch. The step has not begun.
         """
         # before a proof or comparison: these compute the outputs of the batch that the step uses
         inflight.is_whole |= self._is_next_whole
@@ -156,9 +148,7 @@ class MicroBatchPolicy:
 
     def end_step(self, settings: Sequence[Setting]) -> None:
         """Gives the autotuner the time of a step that worked on batches with these settings.
-
-        Collective at some steps.
-        """
+        Collective at some steps."""
         span = self._clock.end_step()
         if len(settings) == NUM_BATCHES:
             # a step with a proof or a comparison has no time

@@ -236,6 +236,5 @@ class Operations:
                 each.rows.release()
 
     def _dense_step(self, inflight: InFlightBatch) -> None:
-        """Steps the dense optimizer."""
         note_reduction(self.program.model)
         self.program.step()

@@ -60,10 +60,8 @@ class FirstBatchFacts:
 
 
 class PipelinedModel:
-    """Replaces the forwards of the sharded modules; TorchRec's ``detach`` restores them.
-
-    TorchRec's tracer may examine the first batch. CompatError if the model cannot be traced.
-    """
+    """Replaces the forwards of the sharded modules; TorchRec's ``detach`` restores them. TorchRec's
+    tracer may examine the first batch. CompatError if the model cannot be traced."""
 
     def __init__(
         self,
@@ -174,10 +172,8 @@ class PipelinedModel:
     def _examined(
         self, batch: Any, context: TrainPipelineContext
     ) -> tuple[Mapping[str, KeyedJaggedTensor], int, list[str]]:
-        """Finds the modules' features, the number of samples (1 if unknown), and odd modules.
-
-        These have another number of samples, or a batch size per feature (VBE).
-        """
+        """Finds the modules' features, the number of samples (1 if unknown), and odd modules. These
+        have another number of samples, or a batch size per feature (VBE)."""
         features_of = {}
         with self.postprocs.for_batch(context):
             for name, module in self.interleaved.items():
@@ -209,8 +205,7 @@ class PipelinedModel:
     def check_forwards(self) -> None:
         """Refuses a model whose forwards another pipeline has replaced.
 
-        Raises:
-            CompatError: On all ranks alike.
+        Raises CompatError on all ranks alike.
         """
         for name, module in self._named:
             if not isinstance(module.forward, InterleavedForward):
@@ -228,9 +223,7 @@ class PipelinedModel:
         self, batch: Any, context: TrainPipelineContext, known: FirstBatchFacts | None = None
     ) -> None:
         """Groups the modules that can travel together, by the facts about the first batch.
-
-        Collective, unless the facts are known: those of the batches in flight.
-        """
+        Collective, unless the facts are known: those of the batches in flight."""
         self.first_batch = known or self._collected(batch, context)
         self.groups = group_modules(
             self.interleaved, self.first_batch.weighted, self.first_batch.odd
@@ -291,10 +284,8 @@ class PipelinedModel:
 
     @property
     def original_dist_forwards(self) -> list[Callable[..., Any]]:
-        """The forwards that TorchRec's ``detach`` restores, in the order of its input dists.
-
-        The two modules of a split module have their own input dists, which ``detach`` does not see.
-        """
+        """The forwards that TorchRec's ``detach`` restores, in the order of its input dists. The
+        two modules of a split module have their own input dists, which ``detach`` does not see."""
         return [
             forward
             for name, module in self._named
@@ -326,7 +317,6 @@ class PipelinedModel:
 
 
 def _how(group: ModuleGroup, name: str) -> str:
-    """Describes the exchange of an interleaved module."""
     others = [other for other in group.modules if other != name]
     if others:
         return f" in one exchange with {', '.join(others)}"

@@ -6,8 +6,6 @@ may be a ratio, and steps are reported.
 
 The input dist of TorchRec's tables tells every rank the batch size of all ranks, so the end of all
 data costs nothing: only a batch that may have no samples anywhere makes ranks ask each other.
-
-Shape letter: W ranks.
 """
 
 from __future__ import annotations
@@ -139,9 +137,7 @@ class StockSteps:
 
 def _batch_sizes(context: TrainPipelineContext) -> Sequence[int]:
     """Returns the batch sizes ``(W,)`` of a batch that its input dist knows, equal on all ranks.
-
-    None are known of tables that each rank stores, and of features with own batch sizes.
-    """
+    None are known of tables that each rank stores, and of features with own batch sizes."""
     for request in context.input_dist_tensors_requests.values():
         for awaitable in getattr(request, "awaitables", ()):
             sizes_W: Sequence[int] | None = getattr(awaitable, "_stride_per_rank", None)
