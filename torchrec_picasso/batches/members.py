@@ -56,12 +56,8 @@ def arguments_of(value: Any) -> dict[str, Any] | None:
     """Lists the constructor arguments of a keyed or jagged tensor; ``None`` for anything else.
     Values that the tensor cached meanwhile, perhaps on another stream, are not among them."""
     if isinstance(value, KeyedTensor):
-        return {
-            "keys": value.keys(),
-            "length_per_key": value.length_per_key(),
-            "values": value.values(),
-            "key_dim": value.key_dim(),
-        }
+        names = ("keys", "length_per_key", "values", "key_dim")
+        return {name: getattr(value, name)() for name in names}
     if not isinstance(value, JAGGED_TYPES):
         return None
     weights, lengths = value.weights_or_none(), value.lengths()

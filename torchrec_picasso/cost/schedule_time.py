@@ -52,8 +52,7 @@ class OpTime:
         message = self.message
         if message is not None:
             latency_ms = message.latency_ms
-            ms = latency_ms + share * (message.ms - latency_ms)
-            message = replace(message, ms=ms)
+            message = replace(message, ms=latency_ms + share * (message.ms - latency_ms))
         return OpTime(share * self.compute_ms, message)
 
 
@@ -162,7 +161,6 @@ class _Machine:
 def _awaited(schedule: Schedule) -> list[tuple[_Slot, ...]]:
     """Lists the messages that each operation waits for: those of the operations that it needs, of
     its own batch, sent in this step or an earlier one."""
-
     sends = [op for op in schedule if KINDS[op.kind].sends]
 
     def is_awaited(op: Op, sent: Op) -> bool:

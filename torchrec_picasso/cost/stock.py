@@ -78,9 +78,8 @@ class StockTotals(Summable):
         # every column shard gets all ids
         copies = _column_shards(load, world_size) if sharding_type == "column_wise" else 1
         # a data-parallel table updates the rows of its own batch on each rank
-        rows = (
-            work.unique if sharding_type == "data_parallel" else work.unique_anywhere / world_size
-        )
+        is_own = sharding_type == "data_parallel"
+        rows = work.unique if is_own else work.unique_anywhere / world_size
         return StockTotals(
             features=load.num_features,
             lookups=load.lookups * copies,

@@ -90,9 +90,8 @@ class CountSpectrum:
     def expected_unique(self, num_lookups: float) -> float:
         """Returns the expected number of distinct rows among ``num_lookups`` lookups."""
         seen = float((self.rows_K * self.presence(num_lookups)).sum())
-        return min(
-            seen + self.expected_unseen(num_lookups), float(self.num_embeddings), num_lookups
-        )
+        used = seen + self.expected_unseen(num_lookups)
+        return min(used, float(self.num_embeddings), num_lookups)
 
     def fit_share(self, num_lookups: float, num_distinct: float, num_batches: int) -> float:
         """Fits the effective share to the mean number of distinct rows of some batches with a mean

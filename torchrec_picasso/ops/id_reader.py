@@ -64,9 +64,8 @@ class PreparedIds:
     def split(self) -> ReadIds:
         """Returns the ids by their meaning."""
         ids_U, *others = self.values.split(self.lengths)
-        counts_U, row_N, lookups_N, offsets_S1, outside, *source = (
-            part.to(torch.int64) for part in others
-        )
+        others = [part.to(torch.int64) for part in others]
+        counts_U, row_N, lookups_N, offsets_S1, outside, *source = others
         return ReadIds(
             bags=Bags(offsets_S1=offsets_S1, source_N=source[0] if source else None),
             rows=UniqueRows(ids_U, row_N, lookups_N, counts_U),

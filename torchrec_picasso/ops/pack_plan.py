@@ -66,9 +66,7 @@ class PackPlan:
             matrices=matrices,
             dim_M=tuple(tables[0].dim for tables in tables_M),
             features_M=tuple(map(len, means_M)),
-            mean_MF=tuple(
-                torch.tensor(means, device=device) if any(means) else None for means in means_M
-            ),
+            mean_MF=tuple(torch.tensor(m, device=device) if any(m) else None for m in means_M),
             is_sequence_M=tuple(tables[0].is_sequence for tables in tables_M),
             module_M=tuple(tables[0].module for tables in tables_M),
         )

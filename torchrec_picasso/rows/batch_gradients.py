@@ -70,10 +70,8 @@ class BatchGradients:
             )
             for pack, grads_mD in zip(packs, grads_P)
         ]
-        ranks = self._group.ranks
-        self._pend(
-            wave, PackedAllToAll(ranks, payloads, self._layout.most_asked, ranks.gradient_codec)
-        )
+        ranks, most_asked = self._group.ranks, self._layout.most_asked
+        self._pend(wave, PackedAllToAll(ranks, payloads, most_asked, ranks.gradient_codec))
 
     def reduce_hot(self, wave: int | None = None) -> None:
         """Starts summing the gradients of touched replicas over all ranks. Collective."""
@@ -102,12 +100,12 @@ class BatchGradients:
 
     def _sums_of(self, pack: PackLayout) -> Tensor:
         """Returns the sums of the pack's matrix; zeros if no micro-batch ran backward."""
-        sums = self._sums_M[pack.matrix]
+        matrix, group = pack.matrix, self._group
+        sums = self._sums_M[matrix]
         if sums is None:
-            shape = self._layout.num_rows_M[pack.matrix], self._group.plan.dim_M[pack.matrix]
-            sums = self._sums_M[pack.matrix] = torch.zeros(
-                shape, dtype=torch.float32, device=self._group.device
-            )
+            shape = self._layout.num_rows_M[matrix], group.plan.dim_M[matrix]
+            sums = torch.zeros(shape, dtype=torch.float32, device=group.device)
+            self._sums_M[matrix] = sums
         return sums
 
     def arrived(self, p: int) -> tuple[IncomingRequests, TouchedHot, Tensor]:

@@ -76,14 +76,9 @@ class BatchRows:
                 pack, storage = self.layout.packs[p], self.group.storages[p]
                 sent, received = pack.requests.served_by_fetch, pack.wanted_by_fetch
                 into = matrices_M[pack.matrix][pack.cold_slice][received.slice_of(exchange)]
-                payloads.append(
-                    Payload(
-                        pack.requests.read(storage, exchange),
-                        sent.counts_EW[exchange],
-                        into,
-                        received.counts_EW[exchange],
-                    )
-                )
+                sent_W, received_W = sent.counts_EW[exchange], received.counts_EW[exchange]
+                rows = pack.requests.read(storage, exchange)
+                payloads.append(Payload(rows, sent_W, into, received_W))
             pending = PackedAllToAll(ranks, payloads, self.layout.most_asked, ranks.row_codec)
         self._arrivals.append((exchange, set(packs), pending))
 
@@ -91,10 +86,9 @@ class BatchRows:
         """Reads the replicas of this batch's hot rows into its matrices."""
         with torch.no_grad():
             for storage, pack in zip(self.group.storages, self.layout.packs):
-                if not pack.hot_slots.numel():
-                    continue
-                rows = self._matrices.tensors[pack.matrix][pack.hot_slice]
-                storage.gather_hot(pack.hot_slots, out_hD=rows)
+                if pack.hot_slots.numel():
+                    rows = self._matrices.tensors[pack.matrix][pack.hot_slice]
+                    storage.gather_hot(pack.hot_slots, out_hD=rows)
 
     def fetch_again(self) -> None:
         """Fetches all rows again after a write to home rows of any rank. Collective."""

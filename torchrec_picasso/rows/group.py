@@ -147,9 +147,8 @@ class RowGroup:
         # Each module has the features of the first route, then those of the next; the group needs
         # the features of the first route of all modules first.
         split = [f.split(nums) for f, nums in zip(features_by_module, self._nums_by_module)]
-        return KeyedJaggedTensor.concat(
-            [own for same_route in zip(*split) for own in same_route if own.keys()]
-        )
+        by_route = [own for same_route in zip(*split) for own in same_route if own.keys()]
+        return KeyedJaggedTensor.concat(by_route)
 
     def was_written(self) -> bool:
         """Whether rows on this rank were written from outside since :meth:`apply_writes`."""

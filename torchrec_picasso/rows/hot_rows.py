@@ -32,7 +32,7 @@ Swaps = tuple[Tensor, Tensor]
 """Slots that become free, and positions of the candidates that enter, int64, both ``(s,)``."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Census:
     """Access counts of the rows of one pack, equal on all ranks."""
 
@@ -75,9 +75,7 @@ class CountedRoute:
         number of rows that entered, and their bytes, weights and optimizer state.
         """
         # largest number of rows of each pack that one evaluation may replace
-        most_P = [
-            max(1, int(policy.most_moved * storage.num_hot_rows)) for storage in self._storages
-        ]
+        most_P = [max(1, int(policy.most_moved * s.num_hot_rows)) for s in self._storages]
         census_P = self._take_census(most_P)
         swaps_P = [
             choose_swaps(census, num_batches=num_batches, deviations=policy.deviations, most=most)
@@ -86,10 +84,8 @@ class CountedRoute:
         moved_P = [leaving_s.numel() for leaving_s, _ in swaps_P]
         if any(moved_P):
             self._change(census_P, swaps_P)
-        row_bytes_P = [
-            sum(rows.replicas[:1].nbytes for rows in storage.tables.per_row())
-            for storage in self._storages
-        ]
+        tensors_P = [storage.tables.per_row() for storage in self._storages]
+        row_bytes_P = [sum(rows.replicas[:1].nbytes for rows in tensors) for tensors in tensors_P]
         return sum(moved_P), sum(moved * size for moved, size in zip(moved_P, row_bytes_P))
 
     def collect(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -140,14 +136,8 @@ class CountedRoute:
         # found: ids and counts of one pack; the last candidates of a rank may be padding (-1)
         for hot_H, found in zip(hot_P, gathered.split(list(most_P), dim=2)):
             ids_C, uses_C = found.reshape(2, -1).unbind()
-            is_row_C = ids_C >= 0
-            census.append(
-                Census(
-                    hot_uses_H=hot_H,
-                    candidate_ids_C=ids_C[is_row_C].to(torch.int64),
-                    candidate_uses_C=uses_C[is_row_C].to(torch.float32),
-                )
-            )
+            ids_C, uses_C = ids_C[ids_C >= 0].to(torch.int64), uses_C[ids_C >= 0].float()
+            census.append(Census(hot_H, ids_C, uses_C))
         return census
 
     def _most_used(self, pack: int, uses_n: Tensor, most: int) -> Tensor:

@@ -65,9 +65,8 @@ class Route(ABC):
     def change_hot_rows(self, hot_rows_T: Sequence[Tensor], epoch: int | None = None) -> None:
         """Sets the hot rows of each table, ascending int64; the storages update the replicas. Each
         pack keeps its number of hot rows. Without an epoch, the hot set gets the next one."""
-        self.tables = [
-            replace(table, hot_rows_H=rows) for table, rows in zip(self.tables, hot_rows_T)
-        ]
+        pairs = zip(self.tables, hot_rows_T)
+        self.tables = [replace(table, hot_rows_H=rows) for table, rows in pairs]
         epoch = self.hot.epoch + 1 if epoch is None else epoch
         hot = HotSlots.build(self.tables, self.device, epoch)
         assert hot.start_P1 == self.hot.start_P1, "a pack keeps its number of replicas"

@@ -181,9 +181,8 @@ class _Request(RouteRequest):
             # travels back: to whom row numbers came from.
             pack.dirty_served_n = pack.storage.which_are_among(pack.served_n, earlier.served_n)
             pack.dirty_wanted_n = pack.dirty_served_n.new_empty(pack.wanted.num_rows)
-            payloads += _by_chunk(
-                pack.dirty_served_n, pack.served, pack.dirty_wanted_n, pack.wanted
-            )
+            sent, received = pack.dirty_served_n, pack.dirty_wanted_n
+            payloads += _by_chunk(sent, pack.served, received, pack.wanted)
         return payloads
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
@@ -282,11 +281,9 @@ class _IncomingRows(IncomingRequests):
     @staticmethod
     def joined(batches: Sequence[_IncomingRows]) -> _IncomingRows:
         rows_n = torch.cat([incoming.home_row_numbers_n for incoming in batches])
-        served_by_fetch = FetchOrder([[rows_n.numel()]], order_n=None)
+        order = FetchOrder([[rows_n.numel()]], order_n=None)
         return _IncomingRows(
-            home_row_numbers_n=rows_n,
-            served_by_fetch=served_by_fetch,
-            row_numbers_by_fetch_n=rows_n,
+            home_row_numbers_n=rows_n, served_by_fetch=order, row_numbers_by_fetch_n=rows_n
         )
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:

@@ -140,14 +140,10 @@ class _HotColdLookup:
         ]
         # Kernels are numbered by this list, not by pack.
         self._storages = [rows for rows, saved in zip(group.storages, saved_P) if saved]
+        pairs = zip(configs, saved_P)
+        kept = [replace(config, embedding_tables=saved) for config, saved in pairs if saved]
         super().__init__(  # type: ignore[call-arg]
-            grouped_configs=[
-                replace(config, embedding_tables=saved)
-                for config, saved in zip(configs, saved_P)
-                if saved
-            ],
-            device=group.device,
-            pg=group.ranks.pg,
+            grouped_configs=kept, device=group.device, pg=group.ranks.pg
         )
 
     def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *_: object) -> BaseEmbedding:

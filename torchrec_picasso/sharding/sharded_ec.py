@@ -53,11 +53,10 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> Any:
         """Makes the sharding of one group; the group of hot/cold tables gets this package's."""
+        given = sharding_infos, env, device, qcomm_codecs_registry
         if sharding_type != GROUP:
-            return super().create_embedding_sharding(
-                sharding_type, sharding_infos, env, device, qcomm_codecs_registry
-            )
-        return HotColdEmbeddingSharding(sharding_infos, env, device, qcomm_codecs_registry)
+            return super().create_embedding_sharding(sharding_type, *given)
+        return HotColdEmbeddingSharding(*given)
 
     def table_shardings(self) -> Sequence[Any]:
         """Returns TorchRec's shardings, one per sharding type."""
@@ -68,9 +67,8 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
         subset: ShardedHotColdEmbeddingCollection = self._copy_with(positions)
         shardings = list(self._sharding_type_to_sharding.items())
         subset._sharding_type_to_sharding = dict(shardings[p] for p in positions)
-        subset._embedding_names_per_sharding = [
-            self._embedding_names_per_sharding[p] for p in positions
-        ]
+        names = self._embedding_names_per_sharding
+        subset._embedding_names_per_sharding = [names[p] for p in positions]
         subset._create_output_dist()
         subset._use_index_dedup = self._use_index_dedup and not subset.is_all_hot_cold
         return subset

@@ -119,9 +119,8 @@ class HotHomes:
         slots_by_home_s = slots_s[torch.argsort(rank_s, stable=True)]
         counts_W = torch.bincount(rank_s, minlength=ranks.size).tolist()
         received = replicas.new_empty(len(slots_s), *replicas.shape[1:])
-        payload = Payload(
-            torch.cat([own] * ranks.size), [len(own)] * ranks.size, received, counts_W
-        )
+        to_all = torch.cat([own] * ranks.size)
+        payload = Payload(to_all, [len(own)] * ranks.size, received, counts_W)
         PackedAllToAll(ranks, [payload], ranks.size * len(slots_s)).wait()
         replicas[slots_by_home_s] = received
 
@@ -195,9 +194,7 @@ class RowStorage(nn.Module):
         """Whether each home row is contained in a second list of home rows: uint8, shape ``(n,)``.
         O(n + m) time; one byte per home row of the storage is kept."""
         if self._marked is None:
-            self._marked = torch.zeros(
-                len(self._homes), dtype=torch.uint8, device=self._homes.device
-            )
+            self._marked = self._homes.new_zeros(len(self._homes), dtype=torch.uint8)
         # Set m flags, read n flags, clear the m flags: no sort, and no pass over all home rows.
         others_m = others_m.to(torch.int64)
         self._marked.index_fill_(0, others_m, 1)

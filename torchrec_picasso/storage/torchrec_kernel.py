@@ -144,11 +144,8 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
                 num_embeddings=table.local_rows,
                 embedding_dim=self._dim,
             ).with_data(same)
-            weight._in_backward_optimizers = [
-                _OrderedFusedOptimizer(
-                    self.rows, **views, create_for_table=table.name, param_weight_for_table=weight
-                )
-            ]
+            own = {"create_for_table": table.name, "param_weight_for_table": weight}
+            weight._in_backward_optimizers = [_OrderedFusedOptimizer(self.rows, **views, **own)]
             yield table.name, weight
             start = end
 

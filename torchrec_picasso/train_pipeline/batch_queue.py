@@ -113,10 +113,8 @@ class BatchQueue:
             for inflight in before:
                 context = self._feed.create_context()
                 context.postproc_fwd_results = inflight.context.postproc_fwd_results
-                fetched = Fetched(
-                    inflight.batch, context, inflight.has_data, inflight.refusal, inflight.prepared
-                )
-                again = self._prepared(fetched)
+                known = inflight.has_data, inflight.refusal, inflight.prepared
+                again = self._prepared(Fetched(inflight.batch, context, *known))
                 again.full_outputs = inflight.full_outputs
                 self._add(again)
                 if again is self.first:
@@ -149,11 +147,10 @@ class BatchQueue:
         """
         inflight, settings = self.first, [inflight.setting for inflight in self._inflights]
         is_training = self._model.training
-        schedule = (
-            self.schedule(*settings)
-            if is_training
-            else evaluation_schedule(*settings, num_waves=self._num_waves)
-        )
+        if is_training:
+            schedule = self.schedule(*settings)
+        else:
+            schedule = evaluation_schedule(*settings, num_waves=self._num_waves)
         self._policy.start_step()
         agreement = self._ask()
         with self._lifecycle.in_step():
@@ -279,10 +276,9 @@ class BatchQueue:
             return self._split(fetched, setting)
         except CompatError as refusal:
             if not self._inflights:  # all ranks agree before an operation needs the batch
-                refused = replace(fetched, refusal=refusal)
-                return InFlightBatch(
-                    **vars(refused), setting=setting, sizes_K=[0], micro_batches_K=[fetched.batch]
-                )
+                whole: dict[str, Any] = {"sizes_K": [0], "micro_batches_K": [fetched.batch]}
+                refused = vars(replace(fetched, refusal=refusal))
+                return InFlightBatch(**refused, setting=setting, **whole)
             before = self._inflights[-1].batch
             stand_in = Fetched(before, self._feed.create_context(), refusal=refusal)
             return self._split(stand_in, setting)

@@ -281,11 +281,8 @@ class CutEvidence:
             if not at_once:
                 self._backward(losses_K, list(reversed(losses_K)), cut)
             # the leaves' gradients, in the order of the samples of the whole batch
-            tables = [
-                (f"the gradient of the output of {name}", grad)
-                for name, whole in given.items()
-                for grad in whole.joined_gradients()
-            ]
+            grads = [(name, grad) for name, v in given.items() for grad in v.joined_gradients()]
+            tables = [(f"the gradient of the output of {name}", grad) for name, grad in grads]
             weights = [(f"the gradient of {n}", w.grad) for n, w in dense_parameters(model)]
             loss = "the loss", program.losses.batch(losses_K, cut.sizes_K)
             output = self.options.join(outputs, cut.sizes_K) if cut.is_in_order else None

@@ -110,13 +110,7 @@ class InFlightBatch(Fetched):
         return self.is_whole or self.filled == [self.order[-1]]
 
     def acquire(
-        self,
-        indices: Sequence[int],
-        group_batch: GroupBatch,
-        name: str,
-        number: int,
-        *,
-        trains: bool = True,
+        self, indices: Sequence[int], group_batch: GroupBatch, name: str, number: int, trains: bool
     ) -> list[tuple[MicroBatchRows, int]]:
         """Returns rows and samples of micro-batches that a module uses in one run of the model.
 
@@ -192,7 +186,7 @@ class InFlightBatch(Fetched):
             for number, name in enumerate(group_batch.group.modules):
                 self._weights_of(group_batch, name, number)  # once, with their graph
                 with torch.no_grad():
-                    acquired = self.acquire(self.filled, group_batch, name, number, trains=False)
+                    acquired = self.acquire(self.filled, group_batch, name, number, False)
                     whole = group_batch.group.output(name, acquired).wait()
                 outputs[name] = FullBatchOutput(whole, name, always_leaves=True)
         return outputs

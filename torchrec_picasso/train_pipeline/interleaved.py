@@ -165,9 +165,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._stock = StockSteps.find(model, self._options, self._device, self._execute_all_batches)
         asked = self._options.num_micro_batches if self._stock is None else 1
         self._policy = MicroBatchPolicy(asked, self._options.lookahead, self._device)
-        self._queue = BatchQueue(
-            model, self._feed, self._options, self._policy, self._lifecycle, self._id_stream
-        )
+        parts = self._feed, self._options, self._policy, self._lifecycle, self._id_stream
+        self._queue = BatchQueue(model, *parts)
         self._pipelined: PipelinedModel | None = None
         if self._stock is not None:
             self._model_fwd = self._stock.forward
@@ -233,10 +232,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             PeerError: If another rank failed, with its message, or does not answer.
             PicassoError: If the step before did not end; see :meth:`reset`.
         """
-        is_training, step = self._model.training, self._batch_count
-        naming_ranks = self._queue.peers.propagate_errors(
-            lambda: f"step {step}, {self._queue.doing}"
-        )
+        is_training, step, queue = self._model.training, self._batch_count, self._queue
+        naming_ranks = queue.peers.propagate_errors(lambda: f"step {step}, {queue.doing}")
         with naming_ranks, self._watch.measuring(), explained_tracing():
             if self._stock is not None:
                 output: Out = super().progress(self._stock.batches(dataloader_iter, self))

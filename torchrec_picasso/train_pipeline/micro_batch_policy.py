@@ -210,11 +210,9 @@ class MicroBatchPolicy:
 
     def _choose_among(self, num_micro_batches: int | None) -> None:
         """Lets the autotuner choose among the settings that may be fastest; ``None`` = any."""
-        pipelined = self._evidence.pipelined
-        is_interleaved = bool(pipelined.interleaved)
-        allowed = candidates(
-            num_micro_batches, self._lookahead, pipelined.first_batch.num_samples, is_interleaved
-        )
+        pipelined, asked = self._evidence.pipelined, (num_micro_batches, self._lookahead)
+        num_samples, is_any = pipelined.first_batch.num_samples, bool(pipelined.interleaved)
+        allowed = candidates(*asked, num_samples, is_any)
         if allowed != self._choice.allowed:
             self._choice = SettingChoice(allowed, pipelined.planned_micro_batches, self._known)
 

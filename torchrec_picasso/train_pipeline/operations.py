@@ -157,7 +157,7 @@ class Operations:
         for each in inflight.groups:
             # The model calls the module later; the call waits for the rows of its micro-batch.
             for number, (name, module) in enumerate(each.group.modules.items()):
-                acquired = inflight.acquire(run.micro_batches, each, name, number)
+                acquired = inflight.acquire(run.micro_batches, each, name, number, True)
                 module.forward.set_compute(partial(each.group.output, name, acquired))
         inflight.compute_full_outputs(self.pipelined.plain)
         sizes = [each.num_samples for each in runs]
@@ -227,11 +227,8 @@ class Operations:
         """Updates home rows and replicas, and releases the rows' memory after the last pack."""
         for each in inflight.groups:
             # modules by position in the group, whose rows must not be updated
-            untrained = {
-                number
-                for number, name in enumerate(each.group.modules)
-                if not self._is_trained.get(name, True)
-            }
+            numbers = enumerate(each.group.modules)
+            untrained = {n for n, name in numbers if not self._is_trained.get(name, True)}
             if update_rows(each.group.row_group, [each.gradients], wave, untrained):
                 each.rows.release()
 

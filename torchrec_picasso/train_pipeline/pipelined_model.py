@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -271,16 +271,11 @@ class PipelinedModel:
 
     def join_splits(self) -> None:
         """Makes the splits of TorchRec's input dists travel in one message, once these exist."""
-        plain = list(self.plain.values())
-        made = not any(
-            getattr(inside, "_has_uninitialized_input_dist", False)
-            for module in plain
-            for inside in module.modules()
-        )
+        inside = [each for module in self.plain.values() for each in module.modules()]
+        made = not any(getattr(each, "_has_uninitialized_input_dist", False) for each in inside)
         if made and not self._dist_forwards:
-            self._dist_forwards = {
-                name: override_input_dist_forwards([module]) for name, module in self.plain.items()
-            }
+            named = self.plain.items()
+            self._dist_forwards = {name: override_input_dist_forwards([m]) for name, m in named}
 
     @property
     def original_dist_forwards(self) -> list[Callable[..., Any]]:
@@ -294,26 +289,16 @@ class PipelinedModel:
 
     def lines(self) -> list[str]:
         """Describes each module and the way it is run, one line per module."""
-        return [
-            *(
-                f"{name}: interleaved{_how(group, name)}"
-                for group in self.groups
-                for name in group.modules
-            ),
-            *(
-                f"{name}: computed once per batch, of its exchange only that of ids is hidden: "
-                f"{self._why_plain[name]}"
-                for name in self.plain
-            ),
-            *(f"{name}: not pipelined: {why}" for name, (why, _) in self._unpipelined.items()),
-            *self._prepared_line(),
-        ]
-
-    def _prepared_line(self) -> Iterator[str]:
-        """Describes the use of prepared batches, if there were any."""
+        named = [(group, name) for group in self.groups for name in group.modules]
+        lines = [f"{name}: interleaved{_how(group, name)}" for group, name in named]
+        once = "computed once per batch, of its exchange only that of ids is hidden"
+        lines += [f"{name}: {once}: {self._why_plain[name]}" for name in self.plain]
+        lines += [f"{name}: not pipelined: {why}" for name, (why, _) in self._unpipelined.items()]
         again, used = self.num_prepared
         if again or used:
-            yield f"ids prepared by the data loader: used {used} times, read again {again} times"
+            times = f"used {used} times, read again {again} times"
+            lines.append(f"ids prepared by the data loader: {times}")
+        return lines
 
 
 def _how(group: ModuleGroup, name: str) -> str:

@@ -42,15 +42,11 @@ class StockSteps:
     """Gives TorchRec's pipeline batches until the data of all ranks has ended, and a forward."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        options: PipelineOptions,
-        device: torch.device,
-        execute_all_batches: bool,
+        self, model: nn.Module, options: PipelineOptions, device: torch.device, executes_all: bool
     ) -> None:
         self._model, self._options = model, options
         self._forward = options.custom_model_fwd or model
-        self._device, self._execute_all_batches = device, execute_all_batches
+        self._device, self._execute_all_batches = device, executes_all
         self._losses = Losses(options.loss_reduction)
         self._are_data: deque[bool] = deque()
         """Whether each batch in flight is this rank's data, or an empty one after its end."""
