@@ -47,10 +47,8 @@ def model_tables(model: nn.Module) -> list[ModelTable]:
                 "tables"
             )
         paths[config.name] = path
-        names = tuple(config.feature_names)
-        tables.append(
-            ModelTable(name=config.name, num_embeddings=config.num_embeddings, feature_names=names)
-        )
+        size, names = config.num_embeddings, tuple(config.feature_names)
+        tables.append(ModelTable(name=config.name, num_embeddings=size, feature_names=names))
     if not tables:
         raise PlanError(
             f"{type(model).__name__} contains no EmbeddingBagCollection or EmbeddingCollection; "

@@ -72,10 +72,8 @@ def _most_frequent(
     is_first_U = torch.zeros(sum(map(len, seen)), dtype=torch.bool)
     is_first_U[first_U] = True
     missing = count - first_U.numel()
-    chosen = {}
-    for (name, num_rows), rows_U, is_hot_U in zip(
-        tables.items(), seen, is_first_U.split([len(rows_U) for rows_U in seen])
-    ):
+    chosen, by_table = {}, is_first_U.split(list(map(len, seen)))
+    for (name, num_rows), rows_U, is_hot_U in zip(tables.items(), seen, by_table):
         unseen = _first_unseen(rows_U, num_rows, missing)
         missing -= unseen.numel()
         chosen[name] = torch.cat([rows_U[is_hot_U], unseen]).sort().values

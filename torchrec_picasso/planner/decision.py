@@ -116,21 +116,18 @@ def _placements(
 def _waves(tables: Sequence[TableInfo], choice: Choice, num_waves: int) -> list[int]:
     """Assigns each hot/cold table to a wave of its module, by volume."""
     volumes: dict[str, dict[int, tuple[Hashable, float]]] = {}
-    for position, (work, form, num_hot) in enumerate(
-        zip(choice.works, choice.forms, choice.num_hot)
-    ):
+    each_table = zip(choice.works, choice.forms, choice.num_hot)
+    for position, (work, form, num_hot) in enumerate(each_table):
         if form is not None:
             load, split = work.load, work.split(num_hot)
             # cold rows are fetched, gradients of touched hot rows are reduced
             number = load.bags if form == "bags" else split.cold_used + split.hot_touched
             key = pack_key(form, 0, load.dim, load.element_bytes)
             volumes.setdefault(load.module, {})[position] = (key, number * load.dim)
-    waves = [0] * len(tables)
+    waves: dict[int, int] = {}
     for by_position in volumes.values():
-        balanced = balance_waves(list(by_position.values()), num_waves)
-        for position, wave in zip(by_position, balanced):
-            waves[position] = wave
-    return waves
+        waves |= zip(by_position, balance_waves(list(by_position.values()), num_waves))
+    return [waves.get(position, 0) for position in range(len(tables))]
 
 
 def balance_waves(tables: Sequence[tuple[Hashable, float]], num_waves: int) -> list[int]:

@@ -33,12 +33,8 @@ _RESERVED_SHARE = 0.15
 
 def offered_options(options: Sequence[ShardingOption], form: Form) -> list[ShardingOption]:
     """Selects the options of a table that can hold its rows with a hot/cold exchange."""
-    return [
-        option
-        for option in options
-        if option.sharding_type == SHARDING_TYPE_OF[form]
-        and option.compute_kernel in HOT_COLD_KERNELS
-    ]
+    placed = [option for option in options if option.sharding_type == SHARDING_TYPE_OF[form]]
+    return [option for option in placed if option.compute_kernel in HOT_COLD_KERNELS]
 
 
 def hot_cold_options(

@@ -209,12 +209,9 @@ def _stock_types(
 def dense_bytes_of(model: nn.Module) -> int:
     """Computes the bytes of the trained parameters outside embedding modules."""
     # compared by identity, because two modules may share a parameter
-    tables = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection))
-        for parameter in module.parameters()
-    }
+    kinds = (EmbeddingBagCollection, EmbeddingCollection)
+    modules = [module for module in model.modules() if isinstance(module, kinds)]
+    tables = {id(parameter) for module in modules for parameter in module.parameters()}
     dense = [p for p in model.parameters() if p.requires_grad and id(p) not in tables]
     return sum(parameter.numel() * parameter.element_size() for parameter in dense)
 

@@ -162,12 +162,11 @@ def difference_of_outputs(
     """Describes the first member in which a model's joined output differs from the whole one."""
     members = children_of(whole)
     if members is not None:
-        pairs = zip(members, children_of(cut) or ())
-        differences = (
-            difference_of_outputs(member, other, tolerance, path + suffix)
-            for (suffix, member), (_, other) in pairs
-        )
-        return next(filter(None, differences), None)
+        for (suffix, member), (_, other) in zip(members, children_of(cut) or ()):
+            found = difference_of_outputs(member, other, tolerance, path + suffix)
+            if found is not None:
+                return found
+        return None
     if isinstance(whole, KeyedTensor | JaggedTensor) and isinstance(cut, type(whole)):
         whole, cut = whole.values(), cut.values()
     both = isinstance(whole, Tensor) and isinstance(cut, Tensor)

@@ -198,10 +198,8 @@ class Follower(TorchDispatchMode):
                 if any(other.counted or other.feature for other in others):
                     raise UnprovedError("writes into a view of lengths, or of places in the batch")
                 if value != operand.value and others:
-                    raise UnprovedError(
-                        f"writes {value.kind.value} into a view of what is "
-                        f"{operand.value.kind.value}"
-                    )
+                    kinds = f"{value.kind.value} into a view of what is {operand.value.kind.value}"
+                    raise UnprovedError(f"writes {kinds}")
         if isinstance(tensor, FakeTensor):
             self.know(tensor, value)
         elif value.kind is not Kind.SAME:

@@ -190,9 +190,8 @@ def _undisturbed() -> Iterator[None]:
             before, state = random_states(), torch.get_rng_state()
             yield
             if random_states() != before or not torch.equal(torch.get_rng_state(), state):
-                raise UnprovedError(
-                    "the model draws random numbers, or seeds them, once per micro-batch"
-                )
+                what = "draws random numbers, or seeds them, once per micro-batch"
+                raise UnprovedError(f"the model {what}")
     finally:
         torch.set_autocast_cache_enabled(was_cached)
         if was_enabled:

@@ -104,9 +104,8 @@ def _divided(call: Call, divided: Operand) -> Value:
         return Value(divided.value.kind)
     if divided.value.kind is Kind.SUM and call.sizes.times(divisor, SAMPLES) is not None:
         return Value(Kind.MEAN)
-    raise UnprovedError(
-        f"divides {divided.value.kind.value} by another number than that of samples"
-    )
+    kind = divided.value.kind.value
+    raise UnprovedError(f"divides {kind} by another number than that of samples")
 
 
 @rule("fill zero", partial=True, places=True)

@@ -117,8 +117,7 @@ class Sizes:
             hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, positive=None
         )
         self.env.var_to_range[symbol] = ValueRanges(_LEAST, int_oo)
-        found = self.env.create_symintnode(symbol, hint=hint, source=source)
-        assert isinstance(found, torch.SymInt)
+        found: Any = self.env.create_symintnode(symbol, hint=hint, source=source)
         self._counts[rows], self._names[symbol] = found, rows
         return found
 

@@ -235,9 +235,8 @@ class Watch(TorchFunctionMode):
             if is_set or name == "__get__":  # of an attribute
                 name = func.__self__.__name__
             if func is Tensor.__len__ and is_symbolic(args[0].shape[0]):
-                self._complain(
-                    f"{current_line()} takes len() of the batch, a plain number; use .shape[0]"
-                )
+                advice = "takes len() of the batch, a plain number; use .shape[0]"
+                self._complain(f"{current_line()} {advice}")
             reason = _REFUSED.get("set_" if is_set and name == "requires_grad" else name)
             if reason is not None:
                 self._complain(f"{current_line()} calls .{name}, which {reason}")

@@ -88,9 +88,8 @@ class Schedule:
                     raise PlanError(f"the schedule runs {op} without the {need.kind} it needs")
                 for first in found:
                     if first != op and first not in done:
-                        raise PlanError(
-                            f"the schedule runs {op} before {first}, which it needs; swap them"
-                        )
+                        what = f"{op} before {first}, which it needs; swap them"
+                        raise PlanError(f"the schedule runs {what}")
             done.add(op)
 
 
@@ -171,18 +170,15 @@ def evaluation_schedule(
     ops += _fetch_dirty(NEXT, following, num_waves)
     ops.append(Op("read_hot", NEXT))
     ops += _for_chunks("forward", THIS, this)
-    return _checked(
-        [*ops, Op("send_row_numbers", AFTER), *_row_numbers_arrive(AFTER, after or following)]
-    )
+    ops.append(Op("send_row_numbers", AFTER))
+    return _checked([*ops, *_row_numbers_arrive(AFTER, after or following)])
 
 
 @cache
 def first_batch_schedule(this: Setting, *, num_waves: int = 1) -> Schedule:
     """Returns the schedule that fetches the rows of the first batch, before the first step."""
-    ops = [
-        Op(kind, THIS)
-        for kind in ("send_header", "send_row_numbers", "receive_row_numbers", "lay_out")
-    ]
+    kinds = ("send_header", "send_row_numbers", "receive_row_numbers", "lay_out")
+    ops = [Op(kind, THIS) for kind in kinds]
     return _checked([*ops, *_fetch_dirty(THIS, this, num_waves), Op("read_hot", THIS)])
 
 
@@ -190,13 +186,8 @@ def first_batch_schedule(this: Setting, *, num_waves: int = 1) -> Schedule:
 def second_batch_schedule(following: Setting) -> Schedule:
     """Returns the schedule that sends the row numbers of the second batch, whose setting is
     ``following``, to home ranks, before the first step."""
-    return _checked(
-        [
-            Op("send_header", NEXT),
-            Op("send_row_numbers", NEXT),
-            *_row_numbers_arrive(NEXT, following),
-        ]
-    )
+    sends = [Op("send_header", NEXT), Op("send_row_numbers", NEXT)]
+    return _checked([*sends, *_row_numbers_arrive(NEXT, following)])
 
 
 def _for_chunks(kind: str, batch: int, setting: Setting, first: int = 0) -> list[Op]:

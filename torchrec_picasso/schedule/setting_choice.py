@@ -130,11 +130,9 @@ def candidates(
     if lookahead is not None:
         return [Setting(k, lookahead) for k in numbers]
     # lookahead is switched off for whole batches only, see above
-    switched_off = [Setting(k, False) for k in numbers if k == 1 and is_interleaved]
-    return sorted(
-        [*(Setting(k, True) for k in numbers), *switched_off],
-        key=lambda setting: setting.num_micro_batches,
-    )
+    found = [Setting(k, True) for k in numbers]
+    found += [Setting(k, False) for k in numbers if k == 1 and is_interleaved]
+    return sorted(found, key=lambda setting: setting.num_micro_batches)
 
 
 class SettingChoice:
@@ -157,10 +155,8 @@ class SettingChoice:
         self.allowed = list(allowed)
         """The candidates."""
         numbers = sorted({setting.num_micro_batches for setting in allowed})
-        self._first = Setting(
-            first if first in numbers else numbers[:2][-1],
-            any(each.lookahead for each in allowed),
-        )
+        number = first if first in numbers else numbers[:2][-1]
+        self._first = Setting(number, any(each.lookahead for each in allowed))
         self._fastest_s = dict.fromkeys(allowed, math.inf)
         self._turned = [self._first]
         self._turns = self._walk()
