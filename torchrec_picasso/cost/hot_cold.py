@@ -166,14 +166,8 @@ def _works(
         row_elements=totals.cold_elements + totals.touched_elements + totals.bag_elements,
         updated=totals.updated + totals.touched,
     )
-    ids = replace(
-        fetched,
-        rows=totals.unique,
-        row_elements=totals.unique_elements,
-        buffer_elements=0.0,
-        updated=totals.updated,
-    )
-    return ids, fetched, updated
+    ids = replace(fetched, rows=totals.unique, row_elements=totals.unique_elements)
+    return replace(ids, buffer_elements=0.0, updated=totals.updated), fetched, updated
 
 
 def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> dict[str, float]:

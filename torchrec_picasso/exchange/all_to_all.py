@@ -212,16 +212,10 @@ def _start_messages(
     # Each rank starts with a different peer, so that no link gets all messages at once.
     # Receives are posted in reverse order, which is the order in which peers send to this rank.
     others = [(rank + distance) % world_size for distance in range(1, world_size)]
-    works = [
-        dist.irecv(received_W[peer], group=group, group_src=peer, tag=tag)
-        for peer in reversed(others)
-        if receive_W[peer]
-    ]
-    works += [
-        dist.isend(sent_W[peer], group=group, group_dst=peer, tag=tag)
-        for peer in others
-        if send_W[peer]
-    ]
+    sources = [peer for peer in reversed(others) if receive_W[peer]]
+    works = [dist.irecv(received_W[p], group=group, group_src=p, tag=tag) for p in sources]
+    targets = [peer for peer in others if send_W[peer]]
+    works += [dist.isend(sent_W[p], group=group, group_dst=p, tag=tag) for p in targets]
     # The rank's own block needs no message.
     received_W[rank].copy_(sent_W[rank])
     return [work for work in works if work is not None]

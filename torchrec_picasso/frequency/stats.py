@@ -167,11 +167,8 @@ class FrequencyStats:
                         f"{expected} and {found}; merge statistics of the same model only"
                     )
             merged[name] = first.merge(second) if name in merged else second
-        return FrequencyStats(
-            tables=merged,
-            num_batches=self.num_batches + other.num_batches,
-            num_samples=self.num_samples + other.num_samples,
-        )
+        num_batches = self.num_batches + other.num_batches
+        return FrequencyStats(merged, num_batches, self.num_samples + other.num_samples)
 
     def to_parquet(self, path: str | PathLike[str]) -> None:
         """Writes columns ``table, row, count``, with metadata per table in the schema.

@@ -146,12 +146,8 @@ class BatchCut:
             segments_MK.append(
                 [list(bags_F) if is_sequence else [sum(bags_F)] for bags_F in own_KF]
             )
-            mean_MK.append(
-                [
-                    None if mean_F is None else _flags(mean_F, size, bags_F)
-                    for size, bags_F in zip(sizes_K, own_KF)
-                ]
-            )
+            pairs = zip(sizes_K, own_KF)
+            mean_MK.append([mean_F if mean_F is None else _flags(mean_F, *own) for own in pairs])
         return BatchCut(segments_MK=segments_MK, mean_MK=mean_MK, is_sequence_M=plan.is_sequence_M)
 
     @property
@@ -247,11 +243,10 @@ def cut_pooling(
     num_micro_batches, num_matrices = len(groups_KM), len(num_rows_M)
 
     def pooling(k: int, matrix: int) -> tuple[dict[str, int], PoolingIndex]:
-        places = (
-            (matrix * num_micro_batches + k, by_matrix),
-            (k * num_matrices + matrix, by_micro_batch),
-        )
-        spans = [slice(*at[place : place + 2]) for place, edges in places for at in edges]
+        place = matrix * num_micro_batches + k
+        spans = [slice(*edges[place : place + 2]) for edges in by_matrix]
+        place = k * num_matrices + matrix
+        spans += [slice(*edges[place : place + 2]) for edges in by_micro_batch]
         return whole.part(k, matrix, row_at[matrix], *spans)
 
     return [
@@ -325,12 +320,9 @@ class _WholePooling:
 
 def _group_whole(rows: UniqueRows, located: LocatedRows) -> _Grouped:
     # Move whole segments (the lookups of one row) from ascending id order to request order.
+    order_U, lookups_N = located.order_U.to(torch.int32), rows.lookups_by_row_N
     counts_U, lookups_N, _ = torch.ops.fbgemm.permute_1D_sparse_data(
-        located.order_U.to(torch.int32),
-        rows.counts_U,
-        rows.lookups_by_row_N,
-        None,
-        rows.lookups_by_row_N.numel(),
+        order_U, rows.counts_U, lookups_N, None, lookups_N.numel()
     )
     offsets_U1 = torch.ops.fbgemm.asynchronous_complete_cumsum(counts_U)
     return _Grouped(lookups_N, offsets_U1, gradient_position_G=None)
@@ -360,13 +352,8 @@ def _group_by_micro_batch(
         first_KM = is_start_N1.cumsum(0).index_select(0, edges)
         groups_KM = torch.diff(first_KM).view(len(lookups_KM), -1).tolist()
         start_G = torch.nonzero_static(is_start_N1[:-1], size=sum(map(sum, groups_KM))).squeeze(1)
-    row_G = row_N.index_select(0, start_G)
-    grouped = _Grouped(
-        lookups_N,
-        torch.cat([start_G, edges[-1:]]),
-        gradient_position_G=located.request_position_U.index_select(0, row_G),
-    )
-    return grouped, groups_KM
+    position_G = located.request_position_U.index_select(0, row_N.index_select(0, start_G))
+    return _Grouped(lookups_N, torch.cat([start_G, edges[-1:]]), position_G), groups_KM
 
 
 def _edges(counts: Counts) -> list[int]:
@@ -376,17 +363,17 @@ def _edges(counts: Counts) -> list[int]:
 
 def _shifted(indexes: Sequence[tuple[dict[str, int], PoolingIndex]]) -> list[PoolingIndex]:
     """Subtracts a start from each of the named tensors, all in one operator."""
-    wanted = [
-        (number, name, tensor, start)
-        for number, (starts, index) in enumerate(indexes)
-        for name, start in starts.items()
-        if start and (tensor := getattr(index, name)) is not None
-    ]
     changes: list[dict[str, Any]] = [{} for _ in indexes]
+    wanted = [
+        (own, name, getattr(index, name), start)
+        for (starts, index), own in zip(indexes, changes)
+        for name, start in starts.items()
+        if start and getattr(index, name) is not None
+    ]
     if wanted:
-        numbers, names, tensors, starts = zip(*wanted)
-        for number, name, shifted in zip(numbers, names, torch._foreach_sub(tensors, starts)):
-            changes[number][name] = shifted
+        owners, names, tensors, starts = zip(*wanted)
+        for own, name, shifted in zip(owners, names, torch._foreach_sub(tensors, starts)):
+            own[name] = shifted
     for (_, index), own in zip(indexes, changes):
         if not index.has_pooling:  # every lookup is a bag
             own["bags_by_row_N"] = own.get("lookups_by_row_N", index.lookups_by_row_N)

@@ -35,7 +35,7 @@ class ReadIds:
     """Samples that the order of bags depends on."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PreparedIds:
     """The ids of a batch in one tensor, which another process receives in a third of the time. All
     integers have the type of the linear ids, since each megabyte costs 0.4 ms."""
@@ -54,12 +54,8 @@ class PreparedIds:
         parts = [rows.ids_U, rows.counts_U, rows.row_of_lookup_N, rows.lookups_by_row_N]
         parts += [ids.bags.offsets_S1, ids.outside_ids.view(1)]
         parts += [] if ids.bags.source_N is None else [ids.bags.source_N]
-        return PreparedIds(
-            values=torch.cat([part.to(rows.ids_U.dtype) for part in parts]),
-            lengths=tuple(map(len, parts)),
-            sizes=ids.sizes,
-            digest=_digest(features),
-        )
+        values, lengths = [part.to(rows.ids_U.dtype) for part in parts], tuple(map(len, parts))
+        return PreparedIds(torch.cat(values), lengths, ids.sizes, _digest(features))
 
     def split(self) -> ReadIds:
         """Returns the ids by their meaning."""

@@ -77,11 +77,8 @@ class PackPlan:
         first_pack = [0, *accumulate(plan.num_packs for plan in plans)]
 
         def shifted(name: str) -> tuple[slice, ...]:
-            return tuple(
-                slice(packs.start + first, packs.stop + first)
-                for plan, first in zip(plans, first_pack)
-                for packs in getattr(plan, name)
-            )
+            found = [(p, at) for plan, at in zip(plans, first_pack) for p in getattr(plan, name)]
+            return tuple(slice(packs.start + first, packs.stop + first) for packs, first in found)
 
         by_matrix = {n: tuple(v for plan in plans for v in getattr(plan, n)) for n in _BY_MATRIX}
         return PackPlan(waves=shifted("waves"), matrices=shifted("matrices"), **by_matrix)
@@ -94,10 +91,10 @@ class PackPlan:
     @cached_property
     def modules(self) -> tuple[tuple[int, ...], ...]:
         """The matrices of each module, in the order of the module's columns."""
-        return tuple(
-            tuple(matrix for matrix, owner in enumerate(self.module_M) if owner == module)
-            for module in range(max(self.module_M) + 1)
-        )
+        found: list[list[int]] = [[] for _ in range(max(self.module_M) + 1)]
+        for matrix, module in enumerate(self.module_M):
+            found[module].append(matrix)
+        return tuple(map(tuple, found))
 
     @property
     def has_pooling(self) -> bool:

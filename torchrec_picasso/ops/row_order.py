@@ -148,13 +148,9 @@ def unique_rows(ids_N: Tensor) -> UniqueRows:
     # to the input order of the lookups.
     row_N = first_N.cumsum(0).sub_(1)
     row_of_lookup_N = torch.empty_like(row_N).scatter_(0, lookups_by_row_N, row_N)
-    end = start_U.new_full((1,), ids_N.numel())
-    return UniqueRows(
-        ids_U=sorted_N.index_select(0, start_U),
-        row_of_lookup_N=row_of_lookup_N,
-        lookups_by_row_N=lookups_by_row_N,
-        counts_U=torch.diff(start_U, append=end),
-    )
+    counts_U = torch.diff(start_U, append=start_U.new_full((1,), ids_N.numel()))
+    ids_U = sorted_N.index_select(0, start_U)
+    return UniqueRows(ids_U, row_of_lookup_N, lookups_by_row_N, counts_U)
 
 
 CLEAN = 0

@@ -120,13 +120,8 @@ def hot_cold_planner(
         topology, batch_size, hot_rows, stats, curves, num_waves, dense_ms, constraints=constraints
     )
     enumerator.only_decided = only_decided
-    return HotColdPlanner(
-        topology=topology,
-        batch_size=batch_size,
-        enumerator=enumerator,
-        constraints=constraints,
-        **planner_kwargs,
-    )
+    planner_kwargs |= {"batch_size": batch_size, "constraints": constraints}
+    return HotColdPlanner(topology=topology, enumerator=enumerator, **planner_kwargs)
 
 
 class HotColdPlanner(EmbeddingShardingPlanner):

@@ -9,6 +9,7 @@ user's constraints.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -157,8 +158,8 @@ def _fused_params(
             optimizer_kwargs["optimizer"] = optimizer_type_to_emb_opt_type(optimizer)
         except ValueError:
             return Refusal(
-                what=f"TorchRec cannot fuse the optimizer {optimizer.__name__}",
-                instead="use one of torchrec.optim",
+                f"TorchRec cannot fuse the optimizer {optimizer.__name__}",
+                "use one of torchrec.optim",
             )
     constrained = ParameterSharding(
         sharding_type=ShardingType.ROW_WISE.value,
@@ -220,9 +221,6 @@ def assumed_curves(topology: Topology) -> CommCurves:
     """Returns curves with the bandwidth of a topology, as a replacement for measured curves."""
     on_one_host = topology.world_size <= topology.local_world_size
     bytes_per_ms = topology.intra_host_bw if on_one_host else topology.inter_host_bw
-    return CommCurves.assumed(
-        topology.world_size,
-        gbytes_per_s=bytes_per_ms * _BYTES_PER_MS_TO_GB_PER_S,
-        device=topology.compute_device,
-        ranks_per_host=topology.local_world_size,
-    )
+    rate, device = bytes_per_ms * _BYTES_PER_MS_TO_GB_PER_S, topology.compute_device
+    found = CommCurves.assumed(topology.world_size, gbytes_per_s=rate, device=device)
+    return replace(found, ranks_per_host=topology.local_world_size)

@@ -131,12 +131,9 @@ class Follower(TorchDispatchMode):
             base = base[:-1]  # of the in-place variant
         bound = {a.name: a.default_value for a in arguments if a.has_default_value()}
         bound |= {a.name: given for a, given in zip(arguments, args)} | kwargs
-        operands = [
-            Operand(name, leaf, self.value_of(leaf))
-            for name, given in bound.items()
-            for leaf in tree_leaves(given)
-            if isinstance(leaf, Tensor)
-        ]
+        leaves = [(name, leaf) for name, given in bound.items() for leaf in tree_leaves(given)]
+        tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
+        operands = [Operand(name, leaf, self.value_of(leaf)) for name, leaf in tensors]
         return Call(base, bound, operands, self.sizes)
 
     def _check(self, call: Call, func: Any) -> list[Operand]:

@@ -64,10 +64,8 @@ class RowGroup:
         self._merged: Sequence[RowGroup] = ()
         # Number of features by module and route, in the order of the module's features.
         features = Counter((t.module, t.route) for t in tables for _ in t.feature_names)
-        self._nums_by_module = [
-            [features[module, route.name] for route in self.routes]
-            for module in range(len(self.plan.modules))
-        ]
+        names, modules = [route.name for route in self.routes], range(len(self.plan.modules))
+        self._nums_by_module = [[features[module, name] for name in names] for module in modules]
 
     @staticmethod
     def merged(groups: Sequence[RowGroup]) -> RowGroup:

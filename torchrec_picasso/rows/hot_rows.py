@@ -97,11 +97,8 @@ class CountedRoute:
         uses_n = torch.cat([uses for c in census_P for uses in (c.hot_uses_H, c.candidate_uses_C)])
         ids_n, order_n = ids_n.cpu().sort()
         uses_n = uses_n.cpu()[order_n]
-        return {
-            table.name: (rows_n, uses_n[where].clone())
-            for table, where, rows_n in self._by_table(ids_n)
-            if len(rows_n)
-        }
+        by_table = [found for found in self._by_table(ids_n) if len(found[2])]
+        return {table.name: (rows_n, uses_n[at].clone()) for table, at, rows_n in by_table}
 
     def give(self, uses_by_table: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Sets the counts from those of any tables, as by :meth:`collect`; unknown tables and rows

@@ -111,19 +111,14 @@ class PooledRoute(Route):
         # A host sync for the lookups of each feature; from these those by pack and home rank.
         lookups_F = features.length_per_key()
         remaining = iter(lookups_F)
-        lookups_AW = [
-            [sum(islice(remaining, num_features)) for num_features in features_W]
-            for features_W in self.features_by_home
-        ]
+        nums_AW = self.features_by_home
+        lookups_AW = [[sum(islice(remaining, num)) for num in nums_W] for nums_W in nums_AW]
         lookups_A = list(map(sum, lookups_AW))
         # Row of the table plus the table's first row in the home rank's storage, shape (N,); rows
         # outside their table are 0.
+        counts_F = torch.tensor(lookups_F).to(values_N.device, non_blocking=True)
         rows_N, outside_ids = shift_rows(
-            values_N,
-            torch.tensor(lookups_F).to(values_N.device, non_blocking=True),
-            self.first_rows,
-            self.space.feature_rows_F,
-            torch.int64,
+            values_N, counts_F, self.first_rows, self.space.feature_rows_F, torch.int64
         )
         lengths_A = features.lengths().split(
             [sum(sizes) * num_features for num_features in self.plan.features_M]
@@ -308,11 +303,9 @@ class _IncomingBags(IncomingRequests):
         bags = self.served_by_fetch.slice_of(exchange)
         lookups = slice(*self.lookups_E1[exchange:][:2])
         # An exchange is a slice of bags and of lookups; offsets count from its first lookup.
-        sums_SD = storage.pool(
-            self.home_row_numbers_n[lookups],
-            self.offsets_S1[bags.start : bags.stop + 1] - lookups.start,
-            None if self.weights_N is None else self.weights_N[lookups],
-        )
+        offsets_S1 = self.offsets_S1[bags.start : bags.stop + 1] - lookups.start
+        weights_N = None if self.weights_N is None else self.weights_N[lookups]
+        sums_SD = storage.pool(self.home_row_numbers_n[lookups], offsets_S1, weights_N)
         return self._scaled(sums_SD, bags)
 
     def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -168,11 +169,8 @@ class _Request(RouteRequest):
                 served_PKW,
             )
         ]
-        return [
-            payload
-            for pack in self._packs
-            for payload in _by_chunk(pack.wanted_n, pack.wanted, pack.served_n, pack.served)
-        ]
+        by_pack = [_by_chunk(p.wanted_n, p.wanted, p.served_n, p.served) for p in self._packs]
+        return list(chain.from_iterable(by_pack))
 
     def dirty_mask_payloads(self, before: _Request) -> list[Payload]:
         payloads: list[Payload] = []

@@ -134,10 +134,8 @@ class _HotColdLookup:
         self._sent: list[BatchGradients] = []
         table_wise = ShardingType.TABLE_WISE.value
         owned = {t.name for t in group.tables if SHARDING_TYPE_OF[t.route] == table_wise}
-        saved_P = [
-            [t for t in config.embedding_tables if t.local_rows or t.name not in owned]
-            for config in configs
-        ]
+        tables_P = [config.embedding_tables for config in configs]
+        saved_P = [[t for t in ts if t.local_rows or t.name not in owned] for ts in tables_P]
         # Kernels are numbered by this list, not by pack.
         self._storages = [rows for rows, saved in zip(group.storages, saved_P) if saved]
         pairs = zip(configs, saved_P)

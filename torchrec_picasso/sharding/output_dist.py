@@ -67,11 +67,9 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, MicroBatchRo
     def _side_by_side(self, rows: MicroBatchRows, pieces: Sequence[Tensor]) -> Tensor:
         """Joins the pooled matrices to the shape that :meth:`HotColdOutputDist.forward` gives."""
         remaining = iter(pieces)
-        columns = [
-            column
-            for pooling in rows.pooling_M
-            for column in pooling.columns(list(islice(remaining, pooling.num_pieces)))
-        ]
+        columns: list[Tensor] = []
+        for pooling in rows.pooling_M:
+            columns += pooling.columns(list(islice(remaining, pooling.num_pieces)))
         if rows.own_sizes is not None and self._plan.has_pooling:
             # without the padding of features with their own batch sizes: (B, sum D) -> flat
             features = zip(self._plan.features_M, self._plan.dim_M)

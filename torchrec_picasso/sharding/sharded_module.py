@@ -227,12 +227,8 @@ class HotRowRefresher:
     """
 
     def __init__(self, model: nn.Module, refresh: Refresh | None = None) -> None:
-        self._groups = [
-            sharding.group
-            for module in model.modules()
-            if isinstance(module, HotColdModule)
-            for sharding in module.hot_cold_shardings
-        ]
+        modules = [module for module in model.modules() if isinstance(module, HotColdModule)]
+        self._groups = [each.group for module in modules for each in module.hot_cold_shardings]
         self._refresher = Refresher(self._groups, refresh or Refresh())
 
     def step(self) -> Refreshed | None:

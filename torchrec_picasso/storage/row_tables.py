@@ -130,11 +130,9 @@ class RowTables(nn.Module):
         self._dim = config.embedding_tables[0].local_cols
         name = "+".join(table.name for table in config.embedding_tables)
         arguments = dict(config.fused_params or {})
+        on_host, has_hot = layout.homes == EmbeddingLocation.HOST, layout.num_hot_rows > 0
         self._row_update = row_update(
-            arguments,
-            data_type=config.data_type,
-            is_on_host=layout.homes == EmbeddingLocation.HOST,
-            has_replicas=layout.num_hot_rows > 0,
+            arguments, data_type=config.data_type, is_on_host=on_host, has_replicas=has_hot
         )
         optimizer = arguments.get("optimizer", EmbOptimType.EXACT_SGD)
         keeps_state_here = self._row_update is not None and optimizer in ONLY_HERE

@@ -149,10 +149,8 @@ def _bias_correction(beta: float, number: int) -> float:
 _lamb = partial(_adam, is_lamb=True)
 
 ONLY_HERE: Mapping[EmbOptimType, RowUpdate] = {
-    EmbOptimType.ADAM: _adam,
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: _adam,
-    EmbOptimType.LAMB: _lamb,
-    EmbOptimType.PARTIAL_ROWWISE_LAMB: _lamb,
+    **dict.fromkeys([EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM], _adam),
+    **dict.fromkeys([EmbOptimType.LAMB, EmbOptimType.PARTIAL_ROWWISE_LAMB], _lamb),
 }
 """Optimizers without a CPU kernel in FBGEMM."""
 

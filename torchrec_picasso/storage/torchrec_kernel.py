@@ -137,13 +137,7 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         for table, same in zip(self._config.embedding_tables, data):
             # Range of the table in the TBE's flat buffer, in elements.
             end = start + table.local_rows * self._dim
-            weight = _HomeSlice(
-                data=flat,
-                start_offset=start,
-                end_offset=end,
-                num_embeddings=table.local_rows,
-                embedding_dim=self._dim,
-            ).with_data(same)
+            weight = _HomeSlice(flat, start, end, table.local_rows, self._dim).with_data(same)
             own = {"create_for_table": table.name, "param_weight_for_table": weight}
             weight._in_backward_optimizers = [_OrderedFusedOptimizer(self.rows, **views, **own)]
             yield table.name, weight

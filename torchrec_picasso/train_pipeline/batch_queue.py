@@ -209,8 +209,9 @@ class BatchQueue:
         # another driver of the tables may have trained them, or taken over what was written, while
         # rows of this one were in flight
         was_changed = self._pipelined.num_changes != self._num_changes
+        groups = [group.row_group for group in self._pipelined.groups]
         flags = Flags(
-            homes_written=was_changed or self._pipelined.was_written(),
+            homes_written=was_changed or any(group.was_written() for group in groups),
             model_changed=self._model.training and self._policy.has_changed(self.first.batch),
             refused=any(inflight.refusal for inflight in self._inflights),
         )
@@ -262,7 +263,8 @@ class BatchQueue:
     def _fetch_rows(self) -> None:
         """Fetches the rows of the first batch before any step. Collective."""
         if self._agreed(self._ask()).homes_written:
-            self._pipelined.apply_writes()
+            for group in self._pipelined.groups:
+                group.row_group.apply_writes()
         self._num_changes = self._pipelined.num_changes
         self._run(first_batch_schedule(self.first.setting, num_waves=self._num_waves))
 
@@ -307,11 +309,8 @@ class BatchQueue:
                         reason = reason_of(error)
                         _log.info("a batch is trained whole, it cannot be split: %s", reason)
                     sizes_K = [num_samples, *[0] * (setting.num_micro_batches - 1)]
-        return InFlightBatch(
-            **vars(fetched),
-            setting=setting,
-            sizes_K=sizes_K,
-            micro_batches_K=micro_batches_K,
-            features_of=features_of,
-            forwards_first=self._forwards_first,
+        inflight = InFlightBatch(
+            **vars(fetched), setting=setting, sizes_K=sizes_K, micro_batches_K=micro_batches_K
         )
+        inflight.features_of, inflight.forwards_first = features_of, self._forwards_first
+        return inflight

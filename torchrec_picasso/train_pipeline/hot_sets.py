@@ -122,11 +122,8 @@ def _check_route(route: Route) -> None:
     if any(written_W) or not any(count_W):
         return
     rank = next(rank for rank, count in enumerate(count_W) if count)
-    name, row = next(
-        (table.name, first_W[rank] - base)
-        for table, base, end in route.id_ranges()
-        if base <= first_W[rank] < end
-    )
+    ranges = [found for found in route.id_ranges() if found[1] <= first_W[rank] < found[2]]
+    name, row = ranges[0][0].name, first_W[rank] - ranges[0][1]
     # The message names the home rank too, because either copy may be the faulty one.
     block, _ = route.space.find_blocks(torch.tensor([first_W[rank]], device=route.device))
     home = int(route.space.block_rank_TW[block])

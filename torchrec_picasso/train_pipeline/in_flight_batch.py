@@ -88,12 +88,9 @@ class InFlightBatch(Fetched):
         if self.is_whole:
             # from the first backward on gradients of rows are sent
             return [ModelRun(0, 0, self.order[0], self.batch, self.num_samples, self.filled)]
-        return [
-            ModelRun(
-                number, index, index, self.micro_batches_K[index], self.sizes_K[index], [index]
-            )
-            for number, index in enumerate(self.filled)
-        ]
+        batches, sizes = self.micro_batches_K, self.sizes_K
+        filled = enumerate(self.filled)
+        return [ModelRun(number, k, k, batches[k], sizes[k], [k]) for number, k in filled]
 
     @property
     def order(self) -> Sequence[int]:

@@ -345,12 +345,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def _trace(self, batch: In | None, context: TrainPipelineContext) -> PipelinedModel:
         return PipelinedModel(
-            self._model,
-            batch,
-            context,
-            id_stream=self._id_stream,
-            device=self._device,
-            pipeline_postproc=self._pipeline_postproc,
+            self._model, batch, context, self._id_stream, self._device, self._pipeline_postproc
         )
 
     def _take_over(self, batch: In, context: TrainPipelineContext) -> None:

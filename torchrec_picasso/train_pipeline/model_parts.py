@@ -131,20 +131,15 @@ def unpipelined_modules(
     modules with the names ``called``. The model is the one inside its wrapper.
     """
     known = {id(module) for module in pipelined}
-    return {
-        name: (_MADE_INSIDE if name in called else _NOT_SEEN)
-        for name, module in outside_of_sharded(model)
-        if isinstance(module, ShardedModule) and id(module) not in known
-    }
+    sharded = [(n, m) for n, m in outside_of_sharded(model) if isinstance(m, ShardedModule)]
+    names = [name for name, module in sharded if id(module) not in known]
+    return {name: _MADE_INSIDE if name in called else _NOT_SEEN for name in names}
 
 
 def has_stock_means(modules: Iterable[nn.Module]) -> bool:
     """Whether TorchRec divides any outputs after the exchange, which fails without samples."""
-    return any(
-        getattr(inner, "_has_mean_pooling_callback", False)
-        for module in modules
-        for inner in module.modules()
-    )
+    inside = [inner for module in modules for inner in module.modules()]
+    return any(getattr(inner, "_has_mean_pooling_callback", False) for inner in inside)
 
 
 def as_scheduled(module: ShardedModule) -> ScheduledModule | None:

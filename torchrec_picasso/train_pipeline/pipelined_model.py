@@ -68,7 +68,6 @@ class PipelinedModel:
         model: nn.Module,
         batch: Any,
         context: TrainPipelineContext,
-        *,
         id_stream: IdStream,
         device: torch.device,
         pipeline_postproc: bool,
@@ -193,10 +192,6 @@ class PipelinedModel:
         originals = self.original_forwards, self.original_dist_forwards, self.postproc_modules
         detach_model(model, self.pipelined, *originals)
 
-    def was_written(self) -> bool:
-        """Whether home rows were written from outside, on this rank."""
-        return any(group.row_group.was_written() for group in self.groups)
-
     @property
     def num_changes(self) -> int:
         """Number of updates of all packs, and of writes taken over, by any driver of the tables."""
@@ -213,11 +208,6 @@ class PipelinedModel:
                     f"{name}: another pipeline has replaced its forward; call detach() of this "
                     "pipeline before the other one, and detach() of the other one after it"
                 )
-
-    def apply_writes(self) -> None:
-        """Takes over what was written into home rows. Collective."""
-        for group in self.groups:
-            group.row_group.apply_writes()
 
     def examine_first_batch(
         self, batch: Any, context: TrainPipelineContext, known: FirstBatchFacts | None = None
@@ -281,11 +271,9 @@ class PipelinedModel:
     def original_dist_forwards(self) -> list[Callable[..., Any]]:
         """The forwards that TorchRec's ``detach`` restores, in the order of its input dists. The
         two modules of a split module have their own input dists, which ``detach`` does not see."""
-        return [
-            forward
-            for name, module in self._named
-            for forward in self._dist_forwards.get(name, _dist_forwards(module))
-        ]
+        known = self._dist_forwards
+        by_module = [known.get(name, _dist_forwards(module)) for name, module in self._named]
+        return [forward for forwards in by_module for forward in forwards]
 
     def lines(self) -> list[str]:
         """Describes each module and the way it is run, one line per module."""
@@ -311,9 +299,5 @@ def _how(group: ModuleGroup, name: str) -> str:
 
 def _dist_forwards(module: nn.Module) -> list[Callable[..., Any]]:
     """Lists the forwards of those input dists in a module whose splits TorchRec may join."""
-    return [
-        input_dist._dist.forward
-        for inside in module.modules()
-        for input_dist in getattr(inside, "_input_dists", [])
-        if hasattr(input_dist, "_dist")
-    ]
+    found = [each for inside in module.modules() for each in getattr(inside, "_input_dists", [])]
+    return [each._dist.forward for each in found if hasattr(each, "_dist")]

@@ -141,11 +141,8 @@ def explained_tracing() -> Iterator[None]:
             raise
         traced = traceback.extract_tb(error.__traceback__)[codes.index(_TRACER) :]
         # the innermost line outside the libraries is the one that the user can change
-        lines = [
-            f" at {frame.filename}:{frame.lineno}, `{frame.line}`"
-            for frame in traced
-            if not _is_library(frame.filename)
-        ]
+        users = [frame for frame in traced if not _is_library(frame.filename)]
+        lines = [f" at {frame.filename}:{frame.lineno}, `{frame.line}`" for frame in users]
         where = lines[-1] if lines else ""
         raise CompatError(
             "the model cannot be traced by torch.fx, which tells the pipeline what its tables look "
