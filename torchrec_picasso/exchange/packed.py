@@ -71,8 +71,8 @@ class PackedAllToAll:
             receive_W = [codec.calc_quantized_size(n, self._codec_ctx) for n in receive_W]
         # One payload without a codec: receive directly into its memory.
         self._in_place = codec is None and len(payloads) == 1
-        own = received_P[0].view(-1)
-        self._wire_out = own if self._in_place else wire_in.new_empty(sum(receive_W))
+        new = wire_in.new_empty
+        self._wire_out = received_P[0].view(-1) if self._in_place else new(sum(receive_W))
         self._wire_in = wire_in  # the work object need not keep its input alive
         self._has_ended = False
         most_sent = most_asked * max(dims_P)

@@ -147,7 +147,7 @@ class BatchCut:
                 [list(bags_F) if is_sequence else [sum(bags_F)] for bags_F in own_KF]
             )
             pairs = zip(sizes_K, own_KF)
-            mean_MK.append([mean_F if mean_F is None else _flags(mean_F, *own) for own in pairs])
+            mean_MK.append([None if mean_F is None else _flags(mean_F, *own) for own in pairs])
         return BatchCut(segments_MK=segments_MK, mean_MK=mean_MK, is_sequence_M=plan.is_sequence_M)
 
     @property

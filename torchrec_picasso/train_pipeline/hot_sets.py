@@ -122,14 +122,14 @@ def _check_route(route: Route) -> None:
     if any(written_W) or not any(count_W):
         return
     rank = next(rank for rank, count in enumerate(count_W) if count)
-    ranges = [found for found in route.id_ranges() if found[1] <= first_W[rank] < found[2]]
-    name, row = ranges[0][0].name, first_W[rank] - ranges[0][1]
+    found = first_W[rank]
+    table, base, _ = next(each for each in route.id_ranges() if each[1] <= found < each[2])
     # The message names the home rank too, because either copy may be the faulty one.
-    block, _ = route.space.find_blocks(torch.tensor([first_W[rank]], device=route.device))
+    block, _ = route.space.find_blocks(torch.tensor([found], device=route.device))
     home = int(route.space.block_rank_TW[block])
     counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(count_W) if count)
     raise PicassoError(
-        f"table {name!r}, row {row}: the replica on rank {rank} is not what its home on rank "
-        f"{home} is; {counts} differ. Load the last checkpoint, and look for failing memory or "
-        "writes past torch (by numpy, or through a storage)"
+        f"table {table.name!r}, row {found - base}: the replica on rank {rank} is not what its "
+        f"home on rank {home} is; {counts} differ. Load the last checkpoint, and look for failing "
+        "memory or writes past torch (by numpy, or through a storage)"
     )
