@@ -10,23 +10,23 @@ import torch
 from torchrec_picasso.batches.feed import Fetched, IdStream
 from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.train_pipeline.batch_queue import BatchQueue
-from torchrec_picasso.train_pipeline.cuts import Cuts
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle
+from torchrec_picasso.train_pipeline.micro_batch_policy import MicroBatchPolicy
 from torchrec_picasso.train_pipeline.options import PipelineOptions
 
 
 def test_whole_batches_are_logged_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="torchrec_picasso")
-    cuts = Cuts(None, None, torch.device("cpu"))
+    policy = MicroBatchPolicy(None, None, torch.device("cpu"))
     pipelined = SimpleNamespace(
         why_whole_batches=lambda: "a BatchNorm1d compares samples",
         planned_micro_batches=None,
-        look=SimpleNamespace(num_samples=512),
+        first_batch=SimpleNamespace(num_samples=512),
         interleaved={"tables": None},
     )
-    cuts.begin(SimpleNamespace(pipelined=pipelined))  # type: ignore[arg-type]  # nothing else is asked
+    policy.begin(SimpleNamespace(pipelined=pipelined))  # type: ignore[arg-type]  # nothing else is asked
     assert "batches are trained whole: a BatchNorm1d compares samples" in caplog.text
-    assert cuts.current == Setting(1, True)
+    assert policy.current == Setting(1, True)
 
 
 def test_the_library_adds_no_handlers() -> None:
@@ -42,13 +42,13 @@ def test_a_batch_that_cannot_be_split_is_logged_once(caplog: pytest.LogCaptureFi
         num_waves=1,
         groups=(),
     )
-    cuts: Any = SimpleNamespace(current=Setting(2, True))
+    policy: Any = SimpleNamespace(current=Setting(2, True))
     nothing: Any = None
     queue = BatchQueue(
         torch.nn.Linear(1, 1),
         cast(Any, SimpleNamespace()),
         PipelineOptions(),
-        cuts,
+        policy,
         Lifecycle(),
         IdStream(None, None),
     )

@@ -49,7 +49,7 @@ def _tables() -> list[PackedTable]:
 
 
 def _world() -> World:
-    """Each row holds its packed id in every column."""
+    """Each row holds its linear id in every column."""
     ids = torch.arange(10.0).unsqueeze(1).expand(-1, DIM)
     world = make_world(NUM_RANKS, _tables(), [ids[:4].clone(), ids[4:].clone()])
     fill_replicas(world)
@@ -107,8 +107,8 @@ def worked_example() -> Lines:
     lines |= _of_layouts(packs, request_order)
     rows_W = [BatchRows(group, layout) for group, layout in zip(world.groups, layouts)]
     for fetch in (
-        BatchRows.fetch,
-        *(lambda rows, chunk=chunk: rows.fetch(chunk) for chunk in range(NUM_PARTS)),
+        BatchRows.fetch_clean,
+        *(lambda rows, chunk=chunk: rows.fetch_dirty(chunk) for chunk in range(NUM_PARTS)),
         BatchRows.read_hot,
     ):
         for rows in rows_W:
@@ -118,7 +118,7 @@ def worked_example() -> Lines:
 
 
 def _packed(batch: RowRequest) -> list[int]:
-    """Packed ids in request order."""
+    """Linear ids in request order."""
     request = _of_rows(batch)
     ids: list[int] = request.read.rows.ids_U[request.located.order_U].tolist()
     return ids
@@ -154,8 +154,8 @@ def _of_ids(world: World, batches: Sequence[RowRequest]) -> Lines:
         "ids by feature (user / item)": _each(
             features, lambda f: _join(*f.values().split(f.length_per_key()))
         ),
-        "packed ids": _each(
-            [route.space.pack_ids(f.values(), _lookups(f))[0] for f in features],
+        "linear ids": _each(
+            [route.space.linearize(f.values(), _lookups(f))[0] for f in features],
             lambda ids: _join(ids),
         ),
         "in bag order, by micro-batch": _each(

@@ -76,15 +76,12 @@ def why_not_together(versions: Mapping[str, str]) -> str | None:
 
 def _minors(versions: Mapping[str, str]) -> tuple[str | None, set[str | None]]:
     """Extracts ``"2.13"`` of torch and of each FBGEMM; ``None`` = not a plain release."""
-    minors = {
-        name: match[1] if (match := _RELEASE.fullmatch(version)) else None
-        for name, version in versions.items()
-    }
+    matches = {name: _RELEASE.fullmatch(version) for name, version in versions.items()}
+    minors = {name: match[1] if match else None for name, match in matches.items()}
     return minors["torch"], {minor for name, minor in minors.items() if name != "torch"}
 
 
 def _spelled(versions: Mapping[str, str]) -> str:
-    """Writes names and versions as text."""
     return " and ".join(f"{name} {version}" for name, version in versions.items())
 
 

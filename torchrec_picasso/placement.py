@@ -45,10 +45,8 @@ def pack_key(form: Form, wave: int, dim: int, memory: Hashable) -> tuple[int, in
 
 
 def owner_pooled_waves(num_packs: int) -> list[slice]:
-    """Returns the packs of each wave of bags: neighbours, sizes differing by at most one.
-
-    Bags are never fetched ahead, so only the update of other packs can hide their exchange.
-    """
+    """Returns the packs of each wave of bags: neighbours, sizes differing by at most one. Bags are
+    never fetched ahead, so only the update of other packs can hide their exchange."""
     num_waves = min(num_packs, _MOST_POOLED_WAVES)
     edges = [num_packs * wave // num_waves for wave in range(num_waves)]
     return list(map(slice, edges, [*edges[1:], num_packs]))
@@ -153,7 +151,6 @@ class HotColdParams(CacheParams):
         return ("hot_cold_params", 3, *own, parent_fingerprint())
 
     def _rows_digest(self) -> str:
-        """SHA-256 of the hot rows."""
         return hashlib.sha256(self.hot_rows.numpy().tobytes()).hexdigest()
 
 

@@ -67,7 +67,7 @@ class Tables:
         return self._group.num_hot_rows
 
     def most_looked_up(self, batches: Sequence[Batch], num_rows: int) -> Tensor:
-        """The rows that some batches look up most, over all tables: packed ids, ascending."""
+        """The rows that some batches look up most, over all tables: linear ids, ascending."""
         counts = torch.zeros(self._group.routes[0].space.num_rows, dtype=torch.int64)
         for rows in (self._read(batch).by_route[0].read.rows for batch in batches):
             counts.index_add_(0, rows.ids_U.long(), rows.counts_U)
@@ -75,7 +75,7 @@ class Tables:
         return most.sort().values
 
     def replicate(self, ids_H: Tensor) -> None:
-        """Makes these rows hot and no others; packed ids, ascending."""
+        """Makes these rows hot and no others; linear ids, ascending."""
         self._hot_ids = ids_H
         self._group = self._make_group()
 

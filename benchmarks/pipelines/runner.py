@@ -37,7 +37,7 @@ from torchrec_picasso.app.runs.trainer import Trainer
 from torchrec_picasso.app.runs.wire_meter import WireMeter
 from torchrec_picasso.app.zoo.data.source import BatchSource
 from torchrec_picasso.placement import HotColdParams
-from torchrec_picasso.train_pipeline.cuts import is_due
+from torchrec_picasso.train_pipeline.micro_batch_policy import is_due
 
 _SETTLE_S = 0.02
 _CHOICE_STEPS = 100

@@ -61,7 +61,7 @@ def make_steps() -> Steps:
 
 
 def _hot_by_thirds(num_hot: int) -> torch.Tensor:
-    """Packed ids of the rows that ``Job`` makes hot."""
+    """Linear ids of the rows that ``Job`` makes hot."""
     ids, base = [], 0
     for rows in ROWS.values():
         hot = sorted(range(rows), key=lambda row: (row % 3, row))[:num_hot]

@@ -53,9 +53,9 @@ def test_partition_is_the_same_as_on_cpu() -> None:
     parts = []
     for device in (torch.device("cpu"), CUDA):
         space, hot = IdSpace.build(TABLES, device), HotSlots.build(TABLES, device)
-        packed_N, num_outside = space.pack_ids(rows_N.to(device), lookups_F.to(device))
+        linear_N, num_outside = space.linearize(rows_N.to(device), lookups_F.to(device))
         assert num_outside == 0
-        located = locate_rows(unique_rows(packed_N).ids_U, space, hot)
+        located = locate_rows(unique_rows(linear_N).ids_U, space, hot)
         parts.append(
             (located.storage_row_U.cpu(), located.counts_PQ.cpu(), located.is_used_H.cpu())
         )

@@ -1,4 +1,4 @@
-"""Packed ids as wide as they have to be, and the hot slots that any rank's batch uses."""
+"""Linear ids as wide as they have to be, and the hot slots that any rank's batch uses."""
 
 import random
 from itertools import pairwise
@@ -20,8 +20,8 @@ def test_ids_widen_when_the_space_does() -> None:
         )
         space = IdSpace.build([table], CPU)
         assert space.id_dtype == dtype
-        packed_N, _ = space.pack_ids(torch.tensor([rows - 1]), torch.tensor([1]))
-        assert packed_N.tolist() == [rows - 1]
+        linear_N, _ = space.linearize(torch.tensor([rows - 1]), torch.tensor([1]))
+        assert linear_N.tolist() == [rows - 1]
 
 
 def test_any_integer_type_of_rows() -> None:
@@ -33,10 +33,10 @@ def test_any_integer_type_of_rows() -> None:
     space = IdSpace.build(tables, CPU)
     for dtype in (torch.int16, torch.int32, torch.int64):
         rows_N = torch.tensor([2, torch.iinfo(dtype).max, torch.iinfo(dtype).min, 2], dtype=dtype)
-        packed_N, num_outside = space.pack_ids(rows_N, torch.tensor([1, 3]))
+        linear_N, num_outside = space.linearize(rows_N, torch.tensor([1, 3]))
         assert num_outside == 2
-        assert packed_N.tolist() == [2, 0, 0, 5]
-        inside_N, num_outside = space.pack_ids(rows_N[[0, 3]], torch.tensor([1, 1]))
+        assert linear_N.tolist() == [2, 0, 0, 5]
+        inside_N, num_outside = space.linearize(rows_N[[0, 3]], torch.tensor([1, 1]))
         assert num_outside == 0
         assert inside_N.tolist() == [2, 5]
 

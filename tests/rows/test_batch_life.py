@@ -132,11 +132,11 @@ def _train(
         layouts = _everywhere(requests, RowRequest.lay_out)
         rows_W = [BatchRows(group, layout) for group, layout in zip(world.groups, layouts)]
         if lookahead:
-            _everywhere(rows_W, BatchRows.fetch)
+            _everywhere(rows_W, BatchRows.fetch_clean)
         for wave in waves:
-            _everywhere(rows_W, BatchRows.fetch, 0, wave)
+            _everywhere(rows_W, BatchRows.fetch_dirty, 0, wave)
         for chunk in range(1, num_parts):
-            _everywhere(rows_W, BatchRows.fetch, chunk)
+            _everywhere(rows_W, BatchRows.fetch_dirty, chunk)
         _fill_and_read_hot(world, rows_W)
         pooled_of_ranks, tables = _expected_step(world, tables, of_ranks)
         gradients = [BatchGradients(group, layout) for group, layout in zip(world.groups, layouts)]

@@ -124,9 +124,9 @@ class Trained:
         layouts = self._each(RowRequest.lay_out, self.request(step))
         rows_W = self._each(BatchRows, groups, layouts)
         if self.lookahead:
-            self._each(BatchRows.fetch, rows_W)
+            self._each(BatchRows.fetch_clean, rows_W)
         for chunk in chunks:
-            self._each(partial(BatchRows.fetch, chunk=chunk), rows_W)
+            self._each(partial(BatchRows.fetch_dirty, chunk=chunk), rows_W)
         fill_replicas(self.world)
         self._each(BatchRows.read_hot, rows_W)
         gradients = self._each(BatchGradients, groups, layouts)

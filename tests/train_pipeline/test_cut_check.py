@@ -30,8 +30,8 @@ from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.schedule.schedule import NUM_BATCHES, Setting
-from torchrec_picasso.train_pipeline import cuts
-from torchrec_picasso.train_pipeline.cuts import Cuts, is_due
+from torchrec_picasso.train_pipeline import micro_batch_policy
+from torchrec_picasso.train_pipeline.micro_batch_policy import MicroBatchPolicy, is_due
 
 
 class _Legal(Head):
@@ -160,7 +160,7 @@ def _untouched(rank: int, world_size: int) -> dict[Any, Any]:
     for is_checked in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not is_checked:
-                patch.setattr(cuts, "is_due", lambda step: False)
+                patch.setattr(micro_batch_policy, "is_due", lambda step: False)
             torch.manual_seed(7 + rank)
             model = build(Model(_Legal), ())
             pipeline = _pipeline(model, num_micro_batches=4, lookahead=True)
@@ -226,28 +226,30 @@ SETTINGS = [Setting(1, lookahead=True)] * NUM_BATCHES
 
 
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[Cuts, list[Any]]:
-    """Cuts whose clock counts its stamps, and the spans that they record."""
-    cuts, spans, ticks = Cuts(None, None, torch.device("cpu")), [], count()
-    cuts._evidence = SimpleNamespace(pipelined=SimpleNamespace(pg=None))  # type: ignore[assignment]
-    monkeypatch.setattr(cuts._clock, "stamp", lambda: next(ticks))
-    monkeypatch.setattr(cuts._choice, "note_step", lambda _, span, *__: spans.append(span))
-    return cuts, spans
+def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[MicroBatchPolicy, list[Any]]:
+    """A policy whose clock counts its stamps, and the spans that they record."""
+    policy, spans, ticks = MicroBatchPolicy(None, None, torch.device("cpu")), [], count()
+    policy._evidence = SimpleNamespace(pipelined=SimpleNamespace(pg=None))  # type: ignore[assignment]
+    monkeypatch.setattr(policy._clock, "stamp", lambda: next(ticks))
+    monkeypatch.setattr(policy._choice, "note_step", lambda _, span, *__: spans.append(span))
+    return policy, spans
 
 
-def test_a_step_lasts_from_the_end_of_the_step_before(timed: tuple[Cuts, list[Any]]) -> None:
-    cuts, spans = timed
+def test_a_step_lasts_from_the_end_of_the_step_before(
+    timed: tuple[MicroBatchPolicy, list[Any]],
+) -> None:
+    policy, spans = timed
     for _ in range(3):
-        cuts.start_step()
-        cuts.end_step(SETTINGS)
+        policy.start_step()
+        policy.end_step(SETTINGS)
     assert spans == [(0, 1), (1, 3), (3, 5)]  # stamps 2 and 4 are starts
 
 
-def test_evaluation_between_steps_does_not_count(timed: tuple[Cuts, list[Any]]) -> None:
-    cuts, spans = timed
-    cuts.start_step()
-    cuts.end_step(SETTINGS)
-    cuts.train_whole_next()
-    cuts.start_step()
-    cuts.end_step(SETTINGS)
+def test_evaluation_between_steps_does_not_count(timed: tuple[MicroBatchPolicy, list[Any]]) -> None:
+    policy, spans = timed
+    policy.start_step()
+    policy.end_step(SETTINGS)
+    policy.train_whole_next()
+    policy.start_step()
+    policy.end_step(SETTINGS)
     assert spans == [(0, 1), (2, 3)]

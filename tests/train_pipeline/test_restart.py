@@ -31,7 +31,7 @@ from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.errors import InputError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement
 from torchrec_picasso.proof import proof
-from torchrec_picasso.train_pipeline import cuts
+from torchrec_picasso.train_pipeline import micro_batch_policy
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 
 HOT_COLD = Job(placement={"*": 2, "one_row": 1}, tables=ODD, batch_sizes=(12,))
@@ -56,7 +56,7 @@ def _broken_forward(model: DistributedModelParallel, call: int) -> Iterator[None
         return whole_forward(batch)
 
     with pytest.MonkeyPatch.context() as patch:  # nobody looks at the model meanwhile
-        patch.setattr(cuts, "is_due", lambda step: False)
+        patch.setattr(micro_batch_policy, "is_due", lambda step: False)
         patch.setattr(proof.Guard, "changed", lambda guard, batch=None: None)
         patch.setattr(model.module, "forward", forward)
         yield

@@ -152,9 +152,7 @@ def find_data(
     pg: dist.ProcessGroup, device: torch.device, has_data: bool
 ) -> tuple[int | None, bool]:
     """Returns the lowest rank that has a batch, ``None`` = no rank has one; and whether all do.
-
-    Collective: the host waits for 8 bytes of each rank; nothing with one rank.
-    """
+    Collective: the host waits for 8 bytes of each rank; nothing with one rank."""
     has_data_W = [bool(has) for (has,) in Agreement(pg, device, [has_data]).wait()]
     return (has_data_W.index(True) if any(has_data_W) else None), all(has_data_W)
 
@@ -175,10 +173,8 @@ def empty_batch(batch: Any, split: SplitBatch) -> Any:
 def share_empty_batch(
     pg: dist.ProcessGroup, device: torch.device, source: int, batch: Any, split: SplitBatch
 ) -> Any:
-    """Sends every rank an empty batch made from the ``batch`` of rank ``source`` alone.
-
-    Collective. All ranks raise CompatError if that batch cannot be split or pickled.
-    """
+    """Sends every rank an empty batch made from the ``batch`` of rank ``source`` alone. Collective.
+    All ranks raise CompatError if that batch cannot be split or pickled."""
     parcel: list[Any] = [None]
     # an error travels in place of the batch, so that all ranks raise it
     if pg.rank() == source:
@@ -198,10 +194,8 @@ def share_empty_batch(
 
 
 class IdStream:
-    """The stream of ids, and the stream that copies batches.
-
-    On the CPU all work is in one order, and every method here does nothing.
-    """
+    """The stream of ids, and the stream that copies batches. On the CPU all work is in one order,
+    and every method here does nothing."""
 
     def __init__(self, stream: torch.Stream | None, copy_stream: torch.Stream | None) -> None:
         self.stream = stream
@@ -220,9 +214,7 @@ class IdStream:
 
     def take_over(self, tensors: Iterable[Tensor]) -> None:
         """Makes the computing stream's tensors safe to read here, after their batch has ended too.
-
-        Call it outside :meth:`working`.
-        """
+        Call it outside :meth:`working`."""
         if self.stream is None:
             return
         self.stream.wait_stream(torch.get_device_module(self.stream.device).current_stream())
@@ -231,9 +223,7 @@ class IdStream:
 
     def hand_over(self, batches: Iterable[Any], tensors: Iterable[Tensor]) -> None:
         """Makes tensors of this stream, and batches that it took or split, safe to read elsewhere.
-
-        Call it outside :meth:`working`.
-        """
+        Call it outside :meth:`working`."""
         if self.stream is None:
             return
         computing = torch.get_device_module(self.stream.device).current_stream()

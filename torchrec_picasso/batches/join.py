@@ -58,9 +58,8 @@ def _join(values: list[Any], path: str, sizes: list[int]) -> Any:
     # Tensor subclasses may differ between micro-batches, other types may not.
     values = [value.wait() if isinstance(value, Awaitable) else value for value in values]
     first = values[0]
-    if any(type(value) is not type(first) for value in values) and not all(
-        isinstance(value, Tensor) for value in values
-    ):
+    are_tensors = all(isinstance(value, Tensor) for value in values)
+    if not are_tensors and any(type(value) is not type(first) for value in values):
         names = ", ".join(type(value).__name__ for value in values)
         raise CompatError(f"{path}: micro-batches gave different types ({names}); {JOIN_ADVICE}")
     members = children_of(first)
@@ -81,7 +80,6 @@ def _join(values: list[Any], path: str, sizes: list[int]) -> Any:
 
 
 def _join_members(values: list[Any], suffixes: list[str], path: str, sizes: list[int]) -> Any:
-    """Joins containers member by member, in the order of the first."""
     by_suffix = [dict(children_of(value) or []) for value in values]
     for members in by_suffix:
         if members.keys() != set(suffixes):
@@ -89,15 +87,12 @@ def _join_members(values: list[Any], suffixes: list[str], path: str, sizes: list
                 f"{path}: micro-batches gave different members ({', '.join(suffixes)} and "
                 f"{', '.join(members)}); {JOIN_ADVICE}"
             )
-    joined = [
-        _join([members[suffix] for members in by_suffix], path + suffix, sizes)
-        for suffix in suffixes
-    ]
+    by_member = {suffix: [members[suffix] for members in by_suffix] for suffix in suffixes}
+    joined = [_join(own, path + suffix, sizes) for suffix, own in by_member.items()]
     return rebuild(values[0], joined, path, JOIN_ADVICE)
 
 
 def _join_tensors(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
-    """Joins tensors: samples along dim 0, shared tensors, or 0-d means."""
     first = values[0]
     if all(value.dim() and value.size(0) == size for value, size in zip(values, sizes)):
         if all(value.shape[1:] == first.shape[1:] for value in values):
@@ -106,10 +101,8 @@ def _join_tensors(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
         return first
     elif all(value.dim() == 0 and value.is_floating_point() for value in values):
         return _weighted_mean(values, sizes)
-    found = ", ".join(
-        f"{tuple(value.shape)} {value.dtype} for {size} samples"
-        for value, size in zip(values, sizes)
-    )
+    pairs = zip(values, sizes)
+    found = ", ".join(f"{tuple(v.shape)} {v.dtype} for {size} samples" for v, size in pairs)
     raise CompatError(
         f"{path}: micro-batches gave tensors {found}; expected samples in dim 0, or a 0-d float "
         f"that is a mean over samples; {JOIN_ADVICE}"
@@ -117,7 +110,6 @@ def _join_tensors(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
 
 
 def _weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
-    """Averages 0-d means with the numbers of samples as weights."""
     dtype = values[0].dtype
     # at least float32: a sum of half-precision terms would round more than the model does
     wide = torch.promote_types(dtype, torch.float32)
@@ -128,13 +120,8 @@ def _weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
 def _join_keyed_tensors(values: list[KeyedTensor], path: str, sizes: list[int]) -> KeyedTensor:
     """Joins pooled outputs ``(B, sum of D)`` of equal keys along dim 0."""
     first = values[0]
-    alike = all(
-        value.keys() == first.keys()
-        and value.length_per_key() == first.length_per_key()
-        and value.key_dim() == first.key_dim() != 0
-        for value in values
-    )
-    if not alike:
+    forms = {(tuple(v.keys()), tuple(v.length_per_key()), v.key_dim()) for v in values}
+    if len(forms) > 1 or not first.key_dim():
         raise CompatError(
             f"{path}: expected KeyedTensors of the same keys and dims, with samples in dim 0; "
             f"{JOIN_ADVICE}"
@@ -145,7 +132,7 @@ def _join_keyed_tensors(values: list[KeyedTensor], path: str, sizes: list[int]) 
 
 def _join_jagged(values: list[Any], path: str, sizes: list[int]) -> Any:
     """Joins jagged tensors, which are stored feature by feature, sample by sample."""
-    first, keyed = values[0], {}
+    first, keyed = values[0], dict[str, Any]()
     lookups_KF = [[value.values().size(0)] for value in values]
     if isinstance(first, KeyedJaggedTensor):
         if any(v.keys() != first.keys() or v.variable_stride_per_key() for v in values):
@@ -170,16 +157,10 @@ def _join_jagged(values: list[Any], path: str, sizes: list[int]) -> Any:
         raise CompatError(
             f"{path}: some micro-batches gave weights and some did not; {JOIN_ADVICE}"
         )
-    weights_N = None
     if first.weights_or_none() is not None:
-        weights_N = _interleave([value.weights() for value in values], lookups_KF)
-    return made_like(
-        first,
-        values=_interleave([value.values() for value in values], lookups_KF),
-        weights=weights_N,
-        lengths=torch.cat(lengths_of_K, dim=1).view(-1),
-        **keyed,
-    )
+        keyed["weights"] = _interleave([value.weights() for value in values], lookups_KF)
+    keyed["lengths"] = torch.cat(lengths_of_K, dim=1).view(-1)
+    return made_like(first, values=_interleave([v.values() for v in values], lookups_KF), **keyed)
 
 
 def _interleave(values_K: list[Tensor], lookups_KF: list[list[int]]) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from inspect import getattr_static
 from typing import Any
@@ -53,16 +54,10 @@ def rebuild(container: Any, members: Sequence[Any], path: str, advice: str) -> A
 
 def arguments_of(value: Any) -> dict[str, Any] | None:
     """Lists the constructor arguments of a keyed or jagged tensor; ``None`` for anything else.
-
-    Values that the tensor cached meanwhile, perhaps on another stream, are not among them.
-    """
+    Values that the tensor cached meanwhile, perhaps on another stream, are not among them."""
     if isinstance(value, KeyedTensor):
-        return {
-            "keys": value.keys(),
-            "length_per_key": value.length_per_key(),
-            "values": value.values(),
-            "key_dim": value.key_dim(),
-        }
+        names = ("keys", "length_per_key", "values", "key_dim")
+        return {name: getattr(value, name)() for name in names}
     if not isinstance(value, JAGGED_TYPES):
         return None
     weights, lengths = value.weights_or_none(), value.lengths()
@@ -76,18 +71,17 @@ def arguments_of(value: Any) -> dict[str, Any] | None:
     return found
 
 
-def made_like(value: Any, **changes: Any) -> Any:
-    """Makes a keyed or jagged tensor like another one, with some arguments changed."""
+def made_like(value: Any, kind: Any = None, **changes: Any) -> Any:
+    """Makes a keyed or jagged tensor like another one, with some arguments or the type changed.
+    Values that are not changed are not copied."""
     kinds = (KeyedTensor, *JAGGED_TYPES)
-    kind = next(kind for kind in kinds if isinstance(value, kind))
+    kind = kind or next(kind for kind in kinds if isinstance(value, kind))
     return kind(**{**(arguments_of(value) or {}), **changes})
 
 
 def copy_batch(value: Any) -> Any:
     """Copies a batch, so that a model may write into it; objects that cannot be copied are shared.
-
-    Only the constructor's tensors are copied, on the current stream.
-    """
+    Only the constructor's tensors are copied, on the current stream."""
     members = children_of(value)
     if members is not None:
         copied = [copy_batch(member) for _, member in members]
@@ -104,7 +98,6 @@ def copy_batch(value: Any) -> Any:
 
 
 def _items_of(value: Any) -> list[tuple[str, Any]] | None:
-    """Lists fields or items, without assigned attributes."""
     if _is_dataclass(value):
         return [(f".{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
     if isinstance(value, dict):
@@ -150,7 +143,9 @@ def _names_beside(container: Any) -> list[str]:
         names = [name for name in dict.fromkeys([*derived, *names]) if name not in init]
     if not names:
         return []
-    fresh = _made_anew(container)
+    fresh = None
+    with suppress(Exception):  # rebuild() will raise the same error, with its place
+        fresh = dataclasses.replace(container) if _is_dataclass(container) else None
     # cached properties are computed on demand; equal values were computed by the constructor
     return [
         name
@@ -158,16 +153,6 @@ def _names_beside(container: Any) -> list[str]:
         if not isinstance(getattr_static(type(container), name, None), cached_property)
         and not (hasattr(fresh, name) and _is_same(getattr(fresh, name), getattr(container, name)))
     ]
-
-
-def _made_anew(container: Any) -> Any:
-    """Constructs the container again from its items; ``None`` = not possible, or not needed."""
-    if not _is_dataclass(container):
-        return None
-    try:
-        return dataclasses.replace(container)
-    except Exception:  # rebuild() will raise the same error, with its place
-        return None
 
 
 def _is_same(one: Any, other: Any) -> bool:

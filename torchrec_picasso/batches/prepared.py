@@ -15,11 +15,8 @@ from torchrec_picasso.ops.id_reader import PreparedIds
 
 
 class PreparedBatch(Pipelineable):
-    """A batch and its ids, as read by a :class:`.Preparation`.
-
-    A pipeline unpacks it: the model gets ``batch``. Ids that changed after the preparation are read
-    again.
-    """
+    """A batch and its ids, as read by a :class:`.Preparation`. A pipeline unpacks it: the model
+    gets ``batch``. Ids that changed after the preparation are read again."""
 
     def __init__(
         self, batch: Any, plan: str, ids_of: Mapping[tuple[str, ...], PreparedIds]

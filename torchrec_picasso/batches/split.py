@@ -88,7 +88,6 @@ def count_samples(batch: Any) -> int | None:
 
 
 def _deciding(counts: Sequence[tuple[Any, int | None]]) -> int | None:
-    """Picks the number of samples of a batch from those of its leaves."""
     # KeyedJaggedTensors decide: a dense tensor's dim 0 may be something else than samples
     counts = sorted(counts, key=lambda counted: not isinstance(counted[0], KeyedJaggedTensor))
     return next((count for _, count in counts if count is not None), None)
@@ -172,7 +171,6 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_uncuttable(leaf: Any, path: str) -> None:
-    """Refuses fields that cannot be split by samples."""
     refusal = None
     if isinstance(leaf, KeyedJaggedTensor):
         num_features = len(leaf.keys())
@@ -236,10 +234,8 @@ def _views(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 def _cut_jagged(
     value: KeyedJaggedTensor | JaggedTensor, path: str, sizes_K: list[int]
 ) -> list[KeyedJaggedTensor | JaggedTensor]:
-    """Splits a jagged tensor into K micro-batches; one host sync, for all numbers of lookups.
-
-    A JaggedTensor is stored as the lookups of one feature.
-    """
+    """Splits a jagged tensor into K micro-batches; one host sync, for all numbers of lookups. A
+    JaggedTensor is stored as the lookups of one feature."""
     is_keyed = isinstance(value, KeyedJaggedTensor)
     if is_keyed and not value.keys():
         return [made_like(value, stride=size) for size in sizes_K]
@@ -259,10 +255,9 @@ def _cut_jagged(
             )
     # values are stored by feature and sample, so each feature has K consecutive segments
     segments_FK = [count for counts_K in zip(*lookups_KF) for count in counts_K]
-    values_of_K = _gather_segments(values_N, segments_FK, len(sizes_K))
-    weights_of_K: Sequence[Tensor | None] = [None] * len(sizes_K)
-    if weights_N is not None:
-        weights_of_K = _gather_segments(weights_N, segments_FK, len(sizes_K))
+    values_of_K, weights_of_K = (
+        _gather_segments(each, segments_FK, len(sizes_K)) for each in (values_N, weights_N)
+    )
     parts = []
     for k, size in enumerate(sizes_K):
         # reshape would keep a strided column
@@ -273,8 +268,10 @@ def _cut_jagged(
     return parts
 
 
-def _gather_segments(values_N: Tensor, segments_FK: list[int], num_parts: int) -> list[Tensor]:
+def _gather_segments(values_N: Tensor | None, segments_FK: list[int], num_parts: int) -> list[Any]:
     """Joins segments k, K + k, 2 K + k, ... to micro-batch k; views if there is one feature."""
+    if values_N is None:
+        return [None] * num_parts
     if len(segments_FK) == num_parts:
         return _views(values_N, segments_FK)
     views_FK = values_N.split(segments_FK)

@@ -71,9 +71,8 @@ class UntilAllEnd(Iterator[Any]):
     def __next__(self) -> Any:
         """Returns the next batch, maybe an empty one.
 
-        Raises:
-            StopIteration: On all ranks at once.
-            CompatError: If a rank needs an empty batch and a batch cannot be split.
+        Raises StopIteration on all ranks at once; CompatError if a rank needs an empty batch and a
+        batch cannot be split.
         """
         own = self._own.popleft() if self._own else None
         is_data = own is not None
@@ -94,14 +93,12 @@ class UntilAllEnd(Iterator[Any]):
         if not any(have_data_W) or not (all(have_data_W) or self._execute_all_batches):
             self._own.extendleft([] if own is None else [own])
             raise StopIteration
-        empty = None
         if self._last is None and not all(have_data_W):
             # a rank without any batch so far has nothing to make an empty batch from
             source = have_data_W.index(True)
             empty = share_empty_batch(self._pg, self._device, source, own, self._split)
-        if own is None:
-            own = empty_batch(self._last, self._split) if empty is None else empty
-        return own
+            return empty if own is None else own
+        return empty_batch(self._last, self._split) if own is None else own
 
     def _can_be_cut(self, batch: Any) -> bool:
         try:

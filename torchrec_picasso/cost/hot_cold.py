@@ -107,17 +107,45 @@ class ExchangeTimes:
 def exchange_times(
     totals: HotColdTotals,
     costs: LocalCosts,
-    *,
     num_modules: int = 1,
     num_packs: int = 1,
     num_parts: int = 1,
 ) -> ExchangeTimes:
     """Predicts the local work of one step in ``num_parts`` micro-batches.
 
-    A received bag is copied like a row. A home rank pools the lookups of bags and sums their
-    gradients by row with the operators of row-exchanged tables, and sorts these lookups by row in
-    backward. On average it has as many of them as one rank's batch. Their ids are only sent.
+    A home rank pools the lookups of bags and sums their gradients by row with the operators of
+    row-exchanged tables, and sorts these lookups by row in backward. On average it has as many of
+    them as one rank's batch. Their ids are only sent.
     """
+    ids, fetched, updated = _works(totals, num_modules, num_packs, num_parts)
+    bag_work = LocalWork(
+        lookups=totals.bag_lookups,
+        lookup_elements=totals.bag_lookup_elements,
+        bag_elements=totals.bag_elements,
+    )
+    ours, million_bag_lookups = costs.hot_cold, totals.bag_lookups * 1e-6
+    # two copies of each element in forward, two in backward
+    copies_ms = 2 * totals.cold_elements * _COPY_NS * 1e-6 if num_packs > 1 else 0.0
+    call_ms, pool_ms, gather_ms = ours.forward.split_ms(fetched)
+    backward_call_ms, sum_ms, update_ms = ours.backward.split_ms(updated)
+    bag_sum_ms = ours.backward.split_ms(bag_work)[1]
+    bag_sort_ms = ours.input_dist.lookup_ns * million_bag_lookups
+    return ExchangeTimes(
+        ids_ms=ours.input_dist.ms(ids) + costs.stock.input_dist.lookup_ns * million_bag_lookups,
+        call_ms=call_ms,
+        pool_ms=pool_ms,
+        bag_pool_ms=ours.forward.split_ms(bag_work)[1],
+        gather_ms=gather_ms + copies_ms,
+        backward_call_ms=backward_call_ms,
+        sum_ms=sum_ms,
+        update_ms=update_ms + copies_ms + bag_sum_ms + bag_sort_ms,
+    )
+
+
+def _works(
+    totals: HotColdTotals, num_modules: int, num_packs: int, num_parts: int
+) -> tuple[LocalWork, LocalWork, LocalWork]:
+    """Returns the work on ids, in forward and in backward; a received bag is copied like a row."""
     row_elements = totals.unique_elements + totals.bag_elements
     fetched = LocalWork(
         calls=num_modules,
@@ -138,35 +166,8 @@ def exchange_times(
         row_elements=totals.cold_elements + totals.touched_elements + totals.bag_elements,
         updated=totals.updated + totals.touched,
     )
-    unique = replace(
-        fetched,
-        rows=totals.unique,
-        row_elements=totals.unique_elements,
-        buffer_elements=0.0,
-        updated=totals.updated,
-    )
-    bag_work = LocalWork(
-        lookups=totals.bag_lookups,
-        lookup_elements=totals.bag_lookup_elements,
-        bag_elements=totals.bag_elements,
-    )
-    ours, million_bag_lookups = costs.hot_cold, totals.bag_lookups * 1e-6
-    # two copies of each element in forward, two in backward
-    copies_ms = 2 * totals.cold_elements * _COPY_NS * 1e-6 if num_packs > 1 else 0.0
-    call_ms, pool_ms, gather_ms = ours.forward.split_ms(fetched)
-    backward_call_ms, sum_ms, update_ms = ours.backward.split_ms(updated)
-    bag_sum_ms = ours.backward.split_ms(bag_work)[1]
-    bag_sort_ms = ours.input_dist.lookup_ns * million_bag_lookups
-    return ExchangeTimes(
-        ids_ms=ours.input_dist.ms(unique) + costs.stock.input_dist.lookup_ns * million_bag_lookups,
-        call_ms=call_ms,
-        pool_ms=pool_ms,
-        bag_pool_ms=ours.forward.split_ms(bag_work)[1],
-        gather_ms=gather_ms + copies_ms,
-        backward_call_ms=backward_call_ms,
-        sum_ms=sum_ms,
-        update_ms=update_ms + copies_ms + bag_sum_ms + bag_sort_ms,
-    )
+    ids = replace(fetched, rows=totals.unique, row_elements=totals.unique_elements)
+    return replace(ids, buffer_elements=0.0, updated=totals.updated), fetched, updated
 
 
 def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> dict[str, float]:

@@ -27,6 +27,8 @@ PHASES = ("input_dist", "forward", "backward")
 _KEPT_BYTES = 32 << 20
 _ELEMENT_BYTES = 4
 
+_SCALES = (1.0, 1e-3, *[1e-6] * 7, 1.0)
+"""Milliseconds in the unit of each coefficient: ms, us, ns."""
 _FORWARD_SHARE = 1 / 3
 """Assumed share of forward: backward has two matrix products for each product of forward."""
 
@@ -47,19 +49,11 @@ class LocalWork:
     packs: float = 0.0  # packs of the exchange after the first
 
     def terms(self) -> tuple[float, ...]:
-        """Returns the factors of the coefficients of :class:`PhaseCost`; products are in ms."""
-        return (
-            self.calls,
-            self.features * 1e-3,
-            self.lookups * 1e-6,
-            self.rows * 1e-6,
-            self.lookup_elements * 1e-6,
-            self.bag_elements * 1e-6,
-            self.row_elements * 1e-6,
-            max(0.0, self.buffer_elements - _KEPT_BYTES / _ELEMENT_BYTES) * 1e-6,
-            self.updated * 1e-6,
-            self.packs,
-        )
+        """Returns the factors of the coefficients of :class:`PhaseCost`, whose fields have the
+        order of these; products are in ms."""
+        paged_elements = max(0.0, self.buffer_elements - _KEPT_BYTES / _ELEMENT_BYTES)
+        numbers = vars(self) | {"buffer_elements": paged_elements}
+        return tuple(number * scale for number, scale in zip(numbers.values(), _SCALES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +87,7 @@ class PhaseCost:
     def fit(works: Sequence[LocalWork], ms: Sequence[float]) -> PhaseCost:
         """Fits non-negative coefficients to measurements, minimizing relative errors.
 
-        Raises:
-            PicassoError: If there are no measurements, or a time is not above 0.
+        Raises PicassoError if there are no measurements, or a time is not above 0.
         """
         if not works or len(works) != len(ms) or min(ms) <= 0:
             raise PicassoError(
@@ -244,11 +237,8 @@ class DenseTimes:
     def from_total(total_ms: float, parameter_bytes: float = 0.0) -> DenseTimes:
         """Splits a known total time of forward and backward."""
         forward_ms = _FORWARD_SHARE * total_ms
-        return DenseTimes(
-            forward_ms=forward_ms,
-            backward_ms=total_ms - forward_ms,
-            parameter_bytes=parameter_bytes,
-        )
+        found = DenseTimes(forward_ms=forward_ms, backward_ms=total_ms - forward_ms)
+        return replace(found, parameter_bytes=parameter_bytes)
 
     @property
     def total_ms(self) -> float:
@@ -270,13 +260,9 @@ class DenseTimes:
             return self
         factor = batch_size / self.batch_size
         in_parts = tuple((count, a * factor, b * factor) for count, a, b in self.in_parts)
-        return replace(
-            self,
-            forward_ms=self.forward_ms * factor,
-            backward_ms=self.backward_ms * factor,
-            batch_size=batch_size,
-            in_parts=in_parts,
-        )
+        forward_ms, backward_ms = self.forward_ms * factor, self.backward_ms * factor
+        found = replace(self, forward_ms=forward_ms, backward_ms=backward_ms, in_parts=in_parts)
+        return replace(found, batch_size=batch_size)
 
 
 def non_negative_least_squares(a_MX: np.ndarray, b_M: np.ndarray) -> np.ndarray:

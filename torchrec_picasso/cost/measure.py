@@ -59,13 +59,11 @@ class Measurement:
         self.start_s = _now_s()
 
     def _slowest(self, times: list[float]) -> list[float]:
-        """Returns the maximum of each time over ranks."""
         times_by_rank: list[list[float]] = [[] for _ in range(self.group.size())]
         dist.all_gather_object(times_by_rank, times, group=self.group)
         return list(map(max, zip(*times_by_rank)))
 
     def _left_s(self) -> float:
-        """Returns the seconds that are left of the budget."""
         return self.budget_s - self._slowest([_now_s() - self.start_s])[0]
 
     def curves(self, max_bytes: int, ranks_per_host: int | None) -> CommCurves:
@@ -81,7 +79,6 @@ class Measurement:
         )
 
     def _collectives(self, sizes: list[int]) -> dict[str, Curve]:
-        """Measures every collective."""
         if self.group.size() == 1:
             return {name: Curve.line(0.0, float("inf")) for name in COLLECTIVES}
         points: dict[str, list[tuple[int, float]]] = {name: [] for name in COLLECTIVES}

@@ -52,8 +52,7 @@ class OpTime:
         message = self.message
         if message is not None:
             latency_ms = message.latency_ms
-            ms = latency_ms + share * (message.ms - latency_ms)
-            message = replace(message, ms=ms)
+            message = replace(message, ms=latency_ms + share * (message.ms - latency_ms))
         return OpTime(share * self.compute_ms, message)
 
 
@@ -78,10 +77,8 @@ def step_price(
 
     ``times`` has durations by kind and index, over all waves; missing operations take no time.
     ``shares_of_waves`` has the share of the work and of the bytes in each wave of packs.
-    ``forwards_first`` is that of :func:`.training_schedule`.
-
-    Raises:
-        PlanError: If an operation that does not send has a message.
+    ``forwards_first`` is that of :func:`.training_schedule`. Raises PlanError if an operation that
+    does not send has a message.
     """
     for (kind, _), time in times.items():
         if time.message is not None and not KINDS[kind].sends:
@@ -164,7 +161,6 @@ class _Machine:
 def _awaited(schedule: Schedule) -> list[tuple[_Slot, ...]]:
     """Lists the messages that each operation waits for: those of the operations that it needs, of
     its own batch, sent in this step or an earlier one."""
-
     sends = [op for op in schedule if KINDS[op.kind].sends]
 
     def is_awaited(op: Op, sent: Op) -> bool:

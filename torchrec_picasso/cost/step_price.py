@@ -97,10 +97,8 @@ class StepPricer:
         return _longer(best, self.curves.local.hot_cold.step_ms)
 
     def sparse_dist(self, cost: StockCost) -> StepPrice:
-        """Predicts a step under TorchRec's ``TrainPipelineSparseDist``.
-
-        Computation hides the exchange of ids, but no exchange of rows, gradients or dense sums.
-        """
+        """Predicts a step under TorchRec's ``TrainPipelineSparseDist``. Computation hides the
+        exchange of ids, but no exchange of rows, gradients or dense sums."""
         wire_ms = cost.wire_ms + (self.reduce.ms if self.reduce is not None else 0.0)
         compute_ms = cost.compute_ms + self.dense.total_ms
         hidden_ms = min(cost.ids_wire_ms, compute_ms)
@@ -128,21 +126,11 @@ class StepPricer:
     ) -> dict[tuple[str, int | None], OpTime]:
         """Assigns the cost of a step without stock tables to operations, by kind and index."""
         dense, sent = self.dense.cut(num_parts), exchange_bytes(totals, self.world_size, num_packs)
-        local = exchange_times(
-            totals,
-            self.curves.local,
-            num_modules=num_modules,
-            num_packs=num_packs,
-            num_parts=num_parts,
-        )
-        elements = max(1e-9, totals.cold_elements + totals.bag_elements)
+        local = exchange_times(totals, self.curves.local, num_modules, num_packs, num_parts)
+        sent_K, dirty_K = _received_shares(totals, num_parts)
         # bytes of the busiest rank over the mean: rows are even, only bags are not
+        elements = max(1e-9, totals.cold_elements + totals.bag_elements)
         uneven = 1 + (uneven_bags - 1) * totals.bag_elements / elements
-        # shares of all received elements by chunk; bags are spread like samples, and always dirty
-        shares_K, used_K = np.array(_shares(num_parts)), _first_used(num_parts)
-        bags_K = shares_K * totals.bag_elements
-        sent_K = ((totals.cold_elements * used_K + bags_K) / elements).tolist()
-        dirty_K = ((totals.dirty_elements * used_K + bags_K) / elements).tolist()
         # half of the overhead in forward, half in backward; K - 1 additional micro-batches share it
         more_ms = (_PART_MS + _PART_FEATURE_MS * totals.features) / 2 * (1 - 1 / num_parts)
 
@@ -162,7 +150,7 @@ class StepPricer:
             ("reduce_hot", None): OpTime(0.0, self.message("all_reduce", sent["hot"])),
             ("update", None): OpTime(local.update_ms),
         }
-        for index, share in enumerate(shares_K.tolist()):
+        for index, share in enumerate(_shares(num_parts)):
             forward_ms = share * (local.pool_ms + dense.forward_ms) + more_ms
             backward_ms = share * (local.sum_ms + dense.backward_ms) + more_ms
             times |= {
@@ -197,7 +185,6 @@ class StepPricer:
 
 
 def _longer(price: StepPrice, added_ms: float) -> StepPrice:
-    """Adds computation that nothing hides."""
     step_ms, compute_ms = price.step_ms + added_ms, price.compute_ms + added_ms
     return replace(price, step_ms=step_ms, compute_ms=compute_ms)
 
@@ -210,6 +197,16 @@ def _shares_of_waves(totals: HotColdTotals, num_bag_waves: int) -> tuple[float, 
     bag_shares = [totals.bag_elements / elements / num_bag_waves] * num_bag_waves
     row_shares = [totals.cold_elements / elements] if totals.cold_elements else []
     return (*row_shares, *bag_shares)
+
+
+def _received_shares(totals: HotColdTotals, num_parts: int) -> tuple[list[float], list[float]]:
+    """Returns the share of each chunk in all received elements, and that of its dirty ones."""
+    used_K = _first_used(num_parts)
+    # bags are spread like samples, and always dirty
+    bags_K = np.array(_shares(num_parts)) * totals.bag_elements
+    elements = max(1e-9, totals.cold_elements + totals.bag_elements)
+    sent_K = (totals.cold_elements * used_K + bags_K) / elements
+    return sent_K.tolist(), ((totals.dirty_elements * used_K + bags_K) / elements).tolist()
 
 
 @cache

@@ -59,10 +59,8 @@ class StockCost(Summable):
 
 @dataclass(frozen=True, kw_only=True)
 class StockTotals(Summable):
-    """Expected work of one step on one rank, summed over tables of one stock sharding type.
-
-    Fields named ``*_elements`` are numbers of lookups, bags or rows times dim.
-    """
+    """Expected work of one step on one rank, summed over tables of one stock sharding type. Fields
+    named ``*_elements`` are numbers of lookups, bags or rows times dim."""
 
     features: float = 0.0
     lookups: float = 0.0  # of the rank's batch, times the ranks that each is sent to
@@ -80,9 +78,8 @@ class StockTotals(Summable):
         # every column shard gets all ids
         copies = _column_shards(load, world_size) if sharding_type == "column_wise" else 1
         # a data-parallel table updates the rows of its own batch on each rank
-        rows = (
-            work.unique if sharding_type == "data_parallel" else work.unique_anywhere / world_size
-        )
+        is_own = sharding_type == "data_parallel"
+        rows = work.unique if is_own else work.unique_anywhere / world_size
         return StockTotals(
             features=load.num_features,
             lookups=load.lookups * copies,
@@ -117,16 +114,14 @@ def _cost(
     world_size: int,
     num_modules: int = 1,
 ) -> StockCost:
-    """Predicts the cost of some work. ``uneven`` is the load of the busiest rank divided by the
-    mean. Without tables the cost is 0."""
+    """Predicts the cost of some work, 0 without tables. ``uneven`` is the load of the busiest rank
+    divided by the mean."""
     if not totals.features:
         return StockCost()
-    to_others = (world_size - 1) / world_size
-    is_row_wise = sharding_type == "row_wise"
-    output = totals.bag_elements * uneven
-    if is_row_wise:
-        # partial sums of all ranks' bags are written, whether or not the rank has rows of the bag
-        output += totals.bag_elements * (world_size - 1)
+    to_others, is_row_wise = (world_size - 1) / world_size, sharding_type == "row_wise"
+    # row-wise, a partial sum of every bag of all ranks is written, with rows of it here or not
+    others_bags = world_size - 1 if is_row_wise else 0
+    output = totals.bag_elements * (uneven + others_bags)
 
     def exchange_ms(collective: str, num_bytes: float) -> float:
         return num_modules * curves.ms(collective, num_bytes / num_modules, world_size)
@@ -145,8 +140,7 @@ def _cost(
     if sharding_type == "data_parallel":
         return _data_parallel(totals, replace(work, updated=0.0), curves, world_size)
     ids = (totals.lookups * _ID_BYTES + totals.lengths * _LENGTH_BYTES) * to_others
-    # row-wise: a partial sum of every bag is sent to each other rank
-    rows = totals.bag_elements * _WIRE_BYTES * (world_size - 1 if is_row_wise else to_others)
+    rows = totals.bag_elements * _WIRE_BYTES * (others_bags or to_others)
     forward, backward = ("reduce_scatter", "all_gather") if is_row_wise else ("all_to_all",) * 2
     # an all-to-all of splits, then one of lengths and one of values
     ids_wire_ms = exchange_ms("all_to_all", 0) + 2 * exchange_ms("all_to_all", ids * uneven / 2)

@@ -60,9 +60,8 @@ class Agreement:
         if pg not in _groups:
             _groups[pg] = new_gloo_group(pg, device)
         self._received_Wn = torch.empty_like(sent_Wn)
-        self._work = dist.all_to_all_single(
-            self._received_Wn, sent_Wn, group=_groups[pg], async_op=True
-        )
+        ends = self._received_Wn, sent_Wn
+        self._work = dist.all_to_all_single(*ends, group=_groups[pg], async_op=True)
 
     def wait(self) -> list[list[int]]:
         """Returns the integers of each rank; equal on all ranks."""

@@ -7,6 +7,7 @@ rows and gradients on the wire are chosen in one place. Rows and gradients use T
 The all-to-all uses the link in both directions at once. gloo's own posts its sends before its
 receives. A late rank therefore writes its data ahead of the notice that it is ready to receive, on
 the same connection, and its peer's data waits until all of that is through: the link carries one
+<<<<<<< HEAD
 direction at a time. Ranks of a real step never arrive at the same time. Messages between pairs of
 ranks, with receives posted first, avoid the problem: 110 instead of 60 MB/s per direction between 2
 ranks on 1 Gbit/s, 110 instead of 80 among 3 (``benchmarks/cluster``, 8 MB a pair). The all-to-all
@@ -16,19 +17,19 @@ Small exchanges take gloo's all-to-all, which a thread of the process group post
 thread spends 0.04 ms on it instead of 0.12, and no thread retries a lock that another holds. Up to
 64 KiB a pair it takes 0.15 to 0.25 ms of CPU time instead of 0.5 to 1.2 beside a training thread
 at work, at 1 and 10 Gbit/s between 2 ranks; above, pairs of messages are faster at 1 Gbit/s.
+=======
+direction at a time. Messages between pairs of ranks, with receives posted first, avoid the problem,
+which other backends do not have. Small exchanges take gloo's all-to-all, which a thread of the
+process group posts. Figures are in docs/decisions/gloo_messages.md.
+>>>>>>> leanlib
 
 Messages between two ranks of one group share a connection and arrive in start order: a small one
 waits for every byte started before. All-to-alls and flags therefore have gloo groups of their own.
-On 1 Gbit/s between 2 ranks, flags took 49 ms behind 5 MB of rows, 11 ms on a connection of their
-own, and DDP's sum of dense gradients held the training thread for 105 of 430 ms behind the
-gradients of rows.
 
-A gloo thread moves data when its sockets are ready. On the core of the training thread it preempts
-that thread at once, and if the answer to a message that is just being posted woke it up, the
-training thread holds the connection's lock: the gloo thread retries the lock until its time slice
-is over, 3 ms for an exchange of a few bytes (gloo of torch 2.13, Linux 6.18). With a lower priority
-it waits until the training thread blocks or has used its own slice. On a core that both always
-want, its share is a quarter instead of a half; on a separate core nothing changes.
+A gloo thread moves data when its sockets are ready, and preempts the training thread on its core.
+If the answer to a message that is just being posted woke it up, the training thread holds the
+connection's lock, and the gloo thread retries the lock until its time slice is over. With a lower
+priority it waits until the training thread blocks or has used its own slice.
 
 Shape letters: n elements sent, m received, W ranks.
 """
@@ -71,8 +72,7 @@ _TAGS = range(1 << 28, (1 << 28) + (1 << 20))
 class Ranks:
     """One rank and its peers, with TorchRec's registry of wire precisions.
 
-    Raises:
-        CompatError: If a precision is not FP32, FP16 or BF16.
+    Raises CompatError if a precision is not FP32, FP16 or BF16.
     """
 
     def __init__(
@@ -137,10 +137,8 @@ class Ranks:
         return _Exchange(_traffic[pg], [work]) if by_gloo else work
 
     def start_sum(self, values: Tensor) -> Pending:
-        """Starts summing values over ranks, in place. Collective.
-
-        A ring sends ``2 (W - 1) / W`` of the values.
-        """
+        """Starts summing values over ranks, in place. Collective. A ring sends ``2 (W - 1) / W`` of
+        the values."""
         if self.size == 1:
             return _Nothing()
         note_all_reduce(values.nbytes, self.size)
@@ -226,16 +224,10 @@ def _start_messages(
     # Each rank starts with a different peer, so that no link gets all messages at once.
     # Receives are posted in reverse order, which is the order in which peers send to this rank.
     others = [(rank + distance) % world_size for distance in range(1, world_size)]
-    works = [
-        dist.irecv(received_W[peer], group=group, group_src=peer, tag=tag)
-        for peer in reversed(others)
-        if receive_W[peer]
-    ]
-    works += [
-        dist.isend(sent_W[peer], group=group, group_dst=peer, tag=tag)
-        for peer in others
-        if send_W[peer]
-    ]
+    sources = [peer for peer in reversed(others) if receive_W[peer]]
+    works = [dist.irecv(received_W[p], group=group, group_src=p, tag=tag) for p in sources]
+    targets = [peer for peer in others if send_W[peer]]
+    works += [dist.isend(sent_W[p], group=group, group_dst=p, tag=tag) for p in targets]
     # The rank's own block needs no message.
     received_W[rank].copy_(sent_W[rank])
     return [work for work in works if work is not None]

@@ -6,8 +6,6 @@ ranks learn of invalid input and of the end of data together, so all raise toget
 left waiting.
 
 The header costs one collective of 8 bytes per word, 3 words beside those of the routes.
-
-Shape letters: W ranks, X words of a message.
 """
 
 from __future__ import annotations
@@ -99,10 +97,8 @@ class Header:
 
 
 class HeaderExchange:
-    """Exchanges the headers of a batch; starts at construction.
-
-    Collective: all ranks create the object and wait for it in the same order.
-    """
+    """Exchanges the headers of a batch; starts at construction. Collective: all ranks create the
+    object and wait for it in the same order."""
 
     def __init__(self, ranks: Ranks, words: HeaderWords) -> None:
         self._words = words

@@ -26,11 +26,8 @@ from torchrec_picasso.ops.streams import keep_for_current_stream
 
 
 class Payload(NamedTuple):
-    """The share of one pack, or of one pack and chunk, in an all-to-all.
-
-    All payloads of an exchange have one type and device. The received tensor may be a slice of a
-    larger matrix.
-    """
+    """The share of one pack, or of one pack and chunk, in an all-to-all. All payloads of an
+    exchange have one type and device. The received tensor may be a slice of a larger matrix."""
 
     sent: Tensor
     """Contiguous ``(n, D)``, or ``(n,)`` which counts as ``(n, 1)``, by destination rank."""
@@ -74,9 +71,8 @@ class PackedAllToAll:
             receive_W = [codec.calc_quantized_size(n, self._codec_ctx) for n in receive_W]
         # One payload without a codec: receive directly into its memory.
         self._in_place = codec is None and len(payloads) == 1
-        self._wire_out = (
-            received_P[0].view(-1) if self._in_place else wire_in.new_empty(sum(receive_W))
-        )
+        new = wire_in.new_empty
+        self._wire_out = received_P[0].view(-1) if self._in_place else new(sum(receive_W))
         self._wire_in = wire_in  # the work object need not keep its input alive
         self._has_ended = False
         most_sent = most_asked * max(dims_P)
@@ -127,11 +123,9 @@ class HotReduction:
     ) -> None:
         self._outputs_P = outputs_P
         # One all-reduce for all packs; with one pack the output itself is the buffer.
-        sizes_P = [output.numel() for output in outputs_P]
-        if len(outputs_P) == 1:
-            self._flat = outputs_P[0].view(-1).zero_()
-        else:
-            self._flat = outputs_P[0].new_zeros(sum(sizes_P))
+        sizes_P, is_one = [output.numel() for output in outputs_P], len(outputs_P) == 1
+        first = outputs_P[0]
+        self._flat = first.view(-1).zero_() if is_one else first.new_zeros(sum(sizes_P))
         # Scatter (h, D) into (t, D): rows that only other ranks touched contribute zero.
         for sums, output, positions, grads in zip(
             self._flat.split(sizes_P), outputs_P, positions_P, grads_P
@@ -145,9 +139,7 @@ class HotReduction:
             wait_for(self._work)
             self._work = None
             if len(self._outputs_P) > 1:
-                _cut_by_rank(
-                    self._flat, self._outputs_P, [[len(output)] for output in self._outputs_P]
-                )
+                _cut_by_rank(self._flat, self._outputs_P, [[len(out)] for out in self._outputs_P])
 
 
 _Counts = Sequence[Sequence[int]]
@@ -156,9 +148,8 @@ _Counts = Sequence[Sequence[int]]
 
 def _elements_per_rank(counts_PW: _Counts, dims_P: Sequence[int]) -> list[int]:
     """Elements to or from each rank: rows times dim, summed over packs."""
-    return [
-        sum(count * dim for count, dim in zip(counts_P, dims_P)) for counts_P in zip(*counts_PW)
-    ]
+    by_rank = zip(*counts_PW)
+    return [sum(num * dim for num, dim in zip(nums_P, dims_P)) for nums_P in by_rank]
 
 
 def _join_by_rank(matrices_P: Sequence[Tensor], counts_PW: _Counts) -> Tensor:

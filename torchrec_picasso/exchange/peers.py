@@ -28,10 +28,8 @@ _GLOO_ERROR = re.compile(
 
 
 class Peers:
-    """The other ranks of a process group, in case of a failure.
-
-    For a group without a store, errors only name this rank's wait.
-    """
+    """The other ranks of a process group, in case of a failure. For a group without a store, errors
+    only name this rank's wait."""
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self._rank, self._size = pg.rank(), pg.size()
@@ -44,10 +42,8 @@ class Peers:
     def propagate_errors(self, doing: Callable[[], str]) -> Iterator[None]:
         """Context of a collective operation: an error inside names the rank that caused it.
 
-        ``doing`` describes this rank's current operation.
-
-        Raises:
-            PeerError: If another rank failed, with its message, or does not answer.
+        ``doing`` describes this rank's current operation. Raises PeerError if another rank failed,
+        with its message, or does not answer.
         """
         if self._has_told and self._store is not None:  # it continued: its entry is outdated
             self._store.delete_key(f"{_PREFIX}{self._rank}")
@@ -111,7 +107,6 @@ class Peers:
 
 
 def _is_transport_error(error: Exception) -> bool:
-    """Whether an exchange broke, rather than this rank's own computation."""
     if isinstance(error, dist.DistError):
         return True
     return type(error) is RuntimeError and _GLOO_ERROR.match(str(error)) is not None

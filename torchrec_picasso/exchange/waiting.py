@@ -75,9 +75,8 @@ def named_range(*name: object) -> AbstractContextManager[object]:
     """Returns a profiler range; the words of its name are joined only while a profiler runs."""
     if not autograd_profiler._is_profiler_enabled:  # a range costs 11 us
         return _NO_RANGE
-    range_: AbstractContextManager[object] = autograd_profiler.record_function(
-        " ".join(map(str, name))
-    )
+    words = " ".join(map(str, name))
+    range_: AbstractContextManager[object] = autograd_profiler.record_function(words)
     return range_
 
 

@@ -35,8 +35,7 @@ def model_tables(model: nn.Module) -> list[ModelTable]:
     """Lists the tables of an unsharded model's EmbeddingBagCollections and EmbeddingCollections, at
     any depth, in module order.
 
-    Raises:
-        PlanError: If there is no table, or two tables have the same name.
+    Raises PlanError if there is no table, or two tables have the same name.
     """
     paths: dict[str, str] = {}
     tables = []
@@ -48,10 +47,8 @@ def model_tables(model: nn.Module) -> list[ModelTable]:
                 "tables"
             )
         paths[config.name] = path
-        names = tuple(config.feature_names)
-        tables.append(
-            ModelTable(name=config.name, num_embeddings=config.num_embeddings, feature_names=names)
-        )
+        size, names = config.num_embeddings, tuple(config.feature_names)
+        tables.append(ModelTable(name=config.name, num_embeddings=size, feature_names=names))
     if not tables:
         raise PlanError(
             f"{type(model).__name__} contains no EmbeddingBagCollection or EmbeddingCollection; "
@@ -105,8 +102,7 @@ def read_chunks(
 ) -> Iterator[tuple[Path, pa.RecordBatch]]:
     """Yields each file's path and samples, in chunks with the columns of the tables' features.
 
-    Raises:
-        InputError: If a file cannot be read or lacks a column, or a column holds no integers.
+    Raises InputError if a file cannot be read or lacks a column, or a column holds no integers.
     """
     files = [Path(paths)] if isinstance(paths, (str, PathLike)) else [Path(path) for path in paths]
     if not files:

@@ -117,9 +117,8 @@ class TableCounts:
 
     def merge(self, other: TableCounts) -> TableCounts:
         """Adds the counts of two samples of the same table; exact if both are exact."""
-        rows, counts = _add_counts(
-            self.rows_U.numpy(), self.counts_U.numpy(), other.rows_U.numpy(), other.counts_U.numpy()
-        )
+        pairs = [(each.rows_U.numpy(), each.counts_U.numpy()) for each in (self, other)]
+        rows, counts = _add_counts(*pairs[0], *pairs[1])
         num_lookups = self.num_lookups + other.num_lookups
         # mean of both shares, weighted by lookups
         weight = self.num_lookups / num_lookups if num_lookups else 1.0

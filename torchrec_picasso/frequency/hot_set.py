@@ -30,11 +30,8 @@ def select_hot_rows(
     ``tables`` has the number of rows by table name, in model order. ``hot_rows`` is a total over
     all tables but those in ``without``, which requires statistics, or a number by table name;
     tables that the mapping lacks are left out. If the number exceeds that of seen rows, unseen rows
-    follow, by table order and ascending row.
-
-    Raises:
-        PlanError: If a number is not an integer between 0 and the number of rows, a table is
-            unknown, or the statistics are missing or of another model.
+    follow, by table order and ascending row. Raises PlanError if a number is not an integer between
+    0 and the number of rows, a table is unknown, or the statistics are missing or of another model.
     """
     if isinstance(hot_rows, Mapping):
         for name, count in hot_rows.items():
@@ -75,10 +72,8 @@ def _most_frequent(
     is_first_U = torch.zeros(sum(map(len, seen)), dtype=torch.bool)
     is_first_U[first_U] = True
     missing = count - first_U.numel()
-    chosen = {}
-    for (name, num_rows), rows_U, is_hot_U in zip(
-        tables.items(), seen, is_first_U.split([len(rows_U) for rows_U in seen])
-    ):
+    chosen, by_table = {}, is_first_U.split(list(map(len, seen)))
+    for (name, num_rows), rows_U, is_hot_U in zip(tables.items(), seen, by_table):
         unseen = _first_unseen(rows_U, num_rows, missing)
         missing -= unseen.numel()
         chosen[name] = torch.cat([rows_U[is_hot_U], unseen]).sort().values

@@ -35,7 +35,7 @@ _LEAST_SHARE, _HALVINGS = 1e-4, 24
 """Lower bound of the effective share, and steps of the bisection that finds it."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class CountSpectrum:
     """The number of rows of one table by lookup count."""
 
@@ -65,13 +65,8 @@ class CountSpectrum:
             rows = torch.cat([rows, rows.new_tensor([num_rare])])
         counts_K, order_K = counts.sort(descending=True)
         rows_K = rows[order_K]
-        return CountSpectrum(
-            counts_K=counts_K,
-            rows_K=rows_K,
-            num_lookups=float((counts_K * rows_K).sum()),
-            num_embeddings=num_embeddings,
-            effective_share=effective_share,
-        )
+        num_lookups = float((counts_K * rows_K).sum())
+        return CountSpectrum(counts_K, rows_K, num_lookups, num_embeddings, effective_share)
 
     def presence(self, num_lookups: float) -> Tensor:
         """Returns the probability ``(K,)`` that a row with each count is among ``num_lookups``
@@ -90,9 +85,8 @@ class CountSpectrum:
     def expected_unique(self, num_lookups: float) -> float:
         """Returns the expected number of distinct rows among ``num_lookups`` lookups."""
         seen = float((self.rows_K * self.presence(num_lookups)).sum())
-        return min(
-            seen + self.expected_unseen(num_lookups), float(self.num_embeddings), num_lookups
-        )
+        used = seen + self.expected_unseen(num_lookups)
+        return min(used, float(self.num_embeddings), num_lookups)
 
     def fit_share(self, num_lookups: float, num_distinct: float, num_batches: int) -> float:
         """Fits the effective share to the mean number of distinct rows of some batches with a mean

@@ -100,13 +100,10 @@ class FrequencyStats:
                     measured.append((ids_N.size, np.unique(ids_N).size))
             batches_read += 1
             samples_read += features.stride()
-        counts = {table.name: counter.result() for table, counter in zip(tables, counters)}
-        # a single batch is the whole sample: its distinct rows show nothing beyond the counts
-        if batches_read > 1:
-            for (name, table_counts), measured in zip(counts.items(), sizes):
-                num_lookups, num_distinct = np.mean(measured, axis=0)
-                share = table_counts.spectrum.fit_share(num_lookups, num_distinct, len(measured))
-                counts[name] = replace(table_counts, effective_share=share)
+        counts = {
+            table.name: _with_share(counter.result(), measured)
+            for table, counter, measured in zip(tables, counters, sizes)
+        }
         return cls(tables=counts, num_batches=batches_read, num_samples=samples_read)
 
     @classmethod
@@ -170,11 +167,8 @@ class FrequencyStats:
                         f"{expected} and {found}; merge statistics of the same model only"
                     )
             merged[name] = first.merge(second) if name in merged else second
-        return FrequencyStats(
-            tables=merged,
-            num_batches=self.num_batches + other.num_batches,
-            num_samples=self.num_samples + other.num_samples,
-        )
+        num_batches = self.num_batches + other.num_batches
+        return FrequencyStats(merged, num_batches, self.num_samples + other.num_samples)
 
     def to_parquet(self, path: str | PathLike[str]) -> None:
         """Writes columns ``table, row, count``, with metadata per table in the schema.
@@ -306,6 +300,16 @@ class FrequencyStats:
                 "or collect statistics for this model"
             )
         return self.tables[name]
+
+
+def _with_share(counts: TableCounts, measured: Sequence[tuple[int, int]]) -> TableCounts:
+    """Fits the effective share of counts to the lookups and distinct rows of some batches."""
+    # a single batch is the whole sample: its distinct rows show nothing beyond the counts
+    if len(measured) < 2:
+        return counts
+    num_lookups, num_distinct = np.mean(measured, axis=0)
+    share = counts.spectrum.fit_share(num_lookups, num_distinct, len(measured))
+    return replace(counts, effective_share=share)
 
 
 def _check_count(name: str, value: object, *, at_least: int) -> None:

@@ -14,18 +14,19 @@ lookups, already grouped by row, over the micro-batches; sorting the rows of eac
 cost K comparison sorts.
 
 A schedule splits by samples. Without a split the batch is one micro-batch; only then may every
-feature have its own batch size. The lookups of one micro-batch of a matrix are one run, in bag
-order. A sequence matrix has one run per feature, because each feature is a separate output whose
-length the host must know.
+feature have its own batch size. The bags of one micro-batch of a matrix are one segment, in bag
+order. A sequence matrix has one segment per feature, because each feature is a separate output
+whose length the host must know.
 
-Shape letters: F features, G (micro-batch, row) pairs, J runs, K micro-batches, M matrices, N
-lookups, S bags, U unique rows.
+Shape letters: F features, G (micro-batch, row) pairs, J segments of bags, K micro-batches, M
+matrices, N lookups, S bags, U unique rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -33,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_picasso.ops.ids import run_of
+from torchrec_picasso.ops.ids import segment_of
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import LocatedRows, UniqueRows, stable_order
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
@@ -108,12 +109,11 @@ def reorder_bags(
     position of each lookup, as per-sample weights require; it is reordered as well.
     """
     if order_S is not None:
-        permute = torch.ops.fbgemm.permute_1D_sparse_data
-        old_lengths_S = lengths_S
-        # Segments of ids_N move as units: bag s of the result is bag order_S[s] of the input.
-        lengths_S, ids_N, _ = permute(order_S, old_lengths_S, ids_N, None, ids_N.numel())
+        permute, num_lookups = torch.ops.fbgemm.permute_1D_sparse_data, ids_N.numel()
         if source_N is not None:
-            _, source_N, _ = permute(order_S, old_lengths_S, source_N, None, source_N.numel())
+            _, source_N, _ = permute(order_S, lengths_S, source_N, None, num_lookups)
+        # The lookups of a bag move as one: bag s of the result is bag order_S[s] of the input.
+        lengths_S, ids_N, _ = permute(order_S, lengths_S, ids_N, None, num_lookups)
     offsets_S1 = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths_S.to(torch.int64))
     return ids_N, Bags(offsets_S1=offsets_S1, source_N=source_N)
 
@@ -122,8 +122,8 @@ def reorder_bags(
 class BatchCut:
     """The micro-batches of the features of a route."""
 
-    runs_MK: Sequence[Sequence[Sequence[int]]]
-    """Number of bags of each run, by matrix and micro-batch."""
+    segments_MK: Sequence[Sequence[Sequence[int]]]
+    """Number of bags of each segment, by matrix and micro-batch."""
     mean_MK: Sequence[Sequence[Tensor | None]]
     """Whether a bag is averaged, by matrix and micro-batch, bool, in bag order; ``None`` = none."""
     is_sequence_M: Sequence[bool]
@@ -134,54 +134,51 @@ class BatchCut:
         strides_F: Sequence[int], sizes_K: Sequence[int | None], plan: PackPlan
     ) -> BatchCut:
         """Splits the features of a route with ``strides_F`` bags into samples of each micro-batch.
-
-        ``sizes_K`` is one ``None`` if every feature has its own batch size.
-        """
+        ``sizes_K`` is one ``None`` if every feature has its own batch size."""
         # Bags of each feature, by micro-batch.
         bags_KF = [strides_F if size is None else [size] * len(strides_F) for size in sizes_K]
-        runs_MK, mean_MK = [], []
+        segments_MK, mean_MK = [], []
         ends = accumulate(plan.features_M)
         matrices = zip(ends, plan.features_M, plan.is_sequence_M, plan.mean_MF)
         for end, num, is_sequence, mean_F in matrices:
             own_KF = [bags_F[end - num : end] for bags_F in bags_KF]
-            # A pooled matrix has one run per micro-batch, a sequence matrix one per feature.
-            runs_MK.append([list(bags_F) if is_sequence else [sum(bags_F)] for bags_F in own_KF])
-            mean_MK.append(
-                [
-                    None if mean_F is None else _flags(mean_F, size, bags_F)
-                    for size, bags_F in zip(sizes_K, own_KF)
-                ]
+            # A pooled matrix has one segment per micro-batch, a sequence matrix one per feature.
+            segments_MK.append(
+                [list(bags_F) if is_sequence else [sum(bags_F)] for bags_F in own_KF]
             )
-        return BatchCut(runs_MK=runs_MK, mean_MK=mean_MK, is_sequence_M=plan.is_sequence_M)
+            pairs = zip(sizes_K, own_KF)
+            mean_MK.append([None if mean_F is None else _flags(mean_F, *own) for own in pairs])
+        return BatchCut(segments_MK=segments_MK, mean_MK=mean_MK, is_sequence_M=plan.is_sequence_M)
 
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches, K."""
-        return len(self.runs_MK[0])
+        return len(self.segments_MK[0])
 
     @property
     def bags_by_micro_batch(self) -> list[list[int]]:
         """Number of bags, by matrix and micro-batch."""
-        return [[sum(runs) for runs in runs_K] for runs_K in self.runs_MK]
+        return [[sum(bags_J) for bags_J in segments_K] for segments_K in self.segments_MK]
 
     @property
-    def bags_by_run(self) -> list[int]:
-        """Number of bags of each run, consecutive over matrices and micro-batches."""
-        return [bags for runs_K in self.runs_MK for runs in runs_K for bags in runs]
+    def bags_by_segment(self) -> list[int]:
+        """Number of bags of each segment, consecutive over matrices and micro-batches."""
+        return [n for segments_K in self.segments_MK for bags_J in segments_K for n in bags_J]
 
     @property
-    def micro_batch_by_run(self) -> list[int]:
-        """Micro-batch of each run."""
-        return [k for runs_K in self.runs_MK for k, runs in enumerate(runs_K) for _ in runs]
+    def micro_batch_by_segment(self) -> list[int]:
+        """Micro-batch of each segment."""
+        by_matrix = [enumerate(segments_K) for segments_K in self.segments_MK]
+        return [k for by_micro_batch in by_matrix for k, bags_J in by_micro_batch for _ in bags_J]
 
     def by_micro_batch(self, numbers_J: Sequence[int]) -> list[list[list[int]]]:
-        """Groups one number per run, in run order, by matrix and micro-batch."""
-        numbers = iter(numbers_J)
-        return [[[next(numbers) for _ in runs] for runs in runs_K] for runs_K in self.runs_MK]
+        """Groups one number per segment, in their order, by matrix and micro-batch."""
+        rest = iter(numbers_J)
+        return [[[next(rest) for _ in bags_J] for bags_J in row] for row in self.segments_MK]
 
 
 def count_lookups(offsets_S1: Tensor, bags_J: Sequence[int]) -> Tensor:
-    """Counts the lookups of consecutive runs of ``bags_J`` bags: int64, on the offsets' device."""
+    """Counts the lookups of segments of ``bags_J`` bags each: int64, on the offsets' device."""
     edges_J1 = [0, *accumulate(bags_J)]
     if offsets_S1.device.type == "cpu":
         return torch.from_numpy(np.diff(offsets_S1.numpy()[edges_J1].astype(np.int64)))
@@ -193,14 +190,12 @@ def count_lookups(offsets_S1: Tensor, bags_J: Sequence[int]) -> Tensor:
 def micro_batch_of_lookup(
     counts_J: Tensor, micro_batch_J: Sequence[int], num_lookups: int
 ) -> Tensor:
-    """Returns the micro-batch of each lookup in bag order, int64, shape ``(N,)``.
-
-    ``counts_J`` is a result of :func:`count_lookups`, ``micro_batch_J`` that of each run.
-    """
+    """Returns the micro-batch of each lookup in bag order, int64, shape ``(N,)``. ``counts_J`` is a
+    result of :func:`count_lookups`, ``micro_batch_J`` that of each segment."""
     numbers = torch.tensor(micro_batch_J, dtype=torch.int64).to(counts_J.device, non_blocking=True)
     if counts_J.device.type == "cpu":
         return torch.repeat_interleave(numbers, counts_J, output_size=num_lookups)
-    return numbers.index_select(0, run_of(counts_J.cumsum(0), num_lookups))
+    return numbers.index_select(0, segment_of(counts_J.cumsum(0), num_lookups))
 
 
 def cut_pooling(
@@ -217,6 +212,9 @@ def cut_pooling(
 ) -> list[list[PoolingIndex]]:
     """Splits the pooling of a batch into the pooling of its micro-batches.
 
+    Returns it by micro-batch and matrix. O(N) for one micro-batch; for several one stable sort of N
+    small integers, and a host sync on CUDA for G.
+
     Args:
         bags: Lookups of the whole batch in bag order.
         rows: Unique rows of the batch, by matrix.
@@ -227,65 +225,29 @@ def cut_pooling(
         lookups_MK: Number of lookups, on the host.
         num_rows_M: Number of rows.
         most_lookups: Of a row; 0 on the CPU.
-
-    Returns:
-        The pooling by micro-batch and matrix.
-
-    Cost:
-        O(N) for one micro-batch. For several one stable sort of N small integers, and a host sync
-        on CUDA for G.
     """
-    offsets_S1 = bags.offsets_S1
-    # Shape (N,), in bag order: the fetched row of each lookup, counted over all matrices.
-    fetch_position_N = fetch_position_U.index_select(0, rows.row_of_lookup_N)
     lookups_KM = [list(counts) for counts in zip(*lookups_MK)]
     # groups_KM: number of distinct rows.
     if micro_batch_N is None:
         grouped, groups_KM = _group_whole(rows, located), [list(num_rows_M)]
     else:
         grouped, groups_KM = _group_by_micro_batch(rows, located, micro_batch_N, lookups_KM)
-    # Shape (N,): the bag of each lookup, from bag order to lookups grouped by row. In a sequence
-    # matrix every lookup is its own bag.
-    bags_by_row_N = grouped.lookups_N
-    if not all(cut.is_sequence_M):
-        bag_N = bag_of_lookup(offsets_S1, grouped.lookups_N.numel())
-        bags_by_row_N = bag_N.index_select(0, grouped.lookups_N)
+    whole = _WholePooling(
+        bags, cut, grouped, fetch_position_U.index_select(0, rows.row_of_lookup_N), most_lookups
+    )
     # Bags and lookups are ordered by (matrix, micro-batch), groups and their lookups by
-    # (micro-batch, matrix): hence two index computations below.
-    bag_at, lookup_at = _edges(cut.bags_by_micro_batch), _edges(lookups_MK)
+    # (micro-batch, matrix).
     row_at = [0, *accumulate(num_rows_M)]
-    group_at, grouped_at = _edges(groups_KM), _edges(lookups_KM)
+    by_matrix = [_edges(cut.bags_by_micro_batch), _edges(lookups_MK)]
+    by_micro_batch = [_edges(lookups_KM), _edges(groups_KM)]
     num_micro_batches, num_matrices = len(groups_KM), len(num_rows_M)
 
     def pooling(k: int, matrix: int) -> tuple[dict[str, int], PoolingIndex]:
-        index = matrix * num_micro_batches + k
-        first_bag, end_bag = bag_at[index : index + 2]
-        low, high = lookup_at[index : index + 2]
-        index = k * num_matrices + matrix
-        by_row = slice(*grouped_at[index : index + 2])
-        groups = slice(*group_at[index : index + 2])
-        # All slices below count from the start of the batch; _shifted makes them count from the
-        # start of the matrix (rows) or of the micro-batch (lookups, bags).
-        is_sequence, position_G = cut.is_sequence_M[matrix], grouped.gradient_position_G
-        starts = {
-            "row_of_lookup_N": row_at[matrix],
-            "bag_offsets_S1": low,
-            "bags_by_row_N": 0 if is_sequence else first_bag,
-            "lookups_by_row_N": low,
-            "row_offsets_U1": by_row.start,
-            "gradient_position_U": row_at[matrix],
-        }
-        return starts, PoolingIndex(
-            row_of_lookup_N=fetch_position_N[low:high],
-            bag_offsets_S1=None if is_sequence else offsets_S1[first_bag : end_bag + 1],
-            bags_by_row_N=(grouped.lookups_N if is_sequence else bags_by_row_N)[by_row],
-            lookups_by_row_N=grouped.lookups_N[by_row],
-            row_offsets_U1=grouped.offsets_G1[groups.start : groups.stop + 1],
-            mean_S=cut.mean_MK[matrix][k],
-            gradient_position_U=None if position_G is None else position_G[groups],
-            source_N=None if bags.source_N is None else bags.source_N[low:high],
-            most_lookups=most_lookups,
-        )
+        place = matrix * num_micro_batches + k
+        spans = [slice(*edges[place : place + 2]) for edges in by_matrix]
+        place = k * num_matrices + matrix
+        spans += [slice(*edges[place : place + 2]) for edges in by_micro_batch]
+        return whole.part(k, matrix, row_at[matrix], *spans)
 
     return [
         _shifted([pooling(k, matrix) for matrix in range(num_matrices)])
@@ -304,14 +266,63 @@ class _Grouped:
     """Position in request order of each group's row; ``None`` = the groups are in request order."""
 
 
+@dataclass(frozen=True)
+class _WholePooling:
+    """The pooling of a whole batch."""
+
+    bags: Bags
+    cut: BatchCut
+    grouped: _Grouped
+    fetch_position_N: Tensor
+    """The fetched row of each lookup in bag order, counted over all matrices."""
+    most_lookups: int
+
+    @cached_property
+    def bag_by_row(self) -> Tensor:
+        """The bag of each lookup, lookups grouped by row; of matrices that are pooled."""
+        bag_N = bag_of_lookup(self.bags.offsets_S1, self.grouped.lookups_N.numel())
+        return bag_N.index_select(0, self.grouped.lookups_N)
+
+    def part(
+        self, k: int, matrix: int, first_row: int, *places: slice
+    ) -> tuple[dict[str, int], PoolingIndex]:
+        """Cuts out the pooling of one micro-batch and matrix, with the start of each tensor.
+
+        ``places`` are those of bags, of lookups, of lookups grouped by row, and of groups. Numbers
+        in the tensors count from the start of the batch; :func:`_shifted` makes them count from the
+        start of the matrix (rows) or of the micro-batch (lookups, bags).
+        """
+        bags, lookups, by_row, groups = places
+        grouped, source_N = self.grouped, self.bags.source_N
+        is_sequence, position_G = self.cut.is_sequence_M[matrix], grouped.gradient_position_G
+        starts = {
+            "row_of_lookup_N": first_row,
+            "bag_offsets_S1": lookups.start,
+            "bags_by_row_N": 0 if is_sequence else bags.start,
+            "lookups_by_row_N": lookups.start,
+            "row_offsets_U1": by_row.start,
+            "gradient_position_U": first_row,
+        }
+        offsets_S1 = self.bags.offsets_S1[bags.start : bags.stop + 1]
+        return starts, PoolingIndex(
+            row_of_lookup_N=self.fetch_position_N[lookups],
+            bag_offsets_S1=None if is_sequence else offsets_S1,
+            # In a sequence matrix every lookup is its own bag.
+            bags_by_row_N=(grouped.lookups_N if is_sequence else self.bag_by_row)[by_row],
+            lookups_by_row_N=grouped.lookups_N[by_row],
+            row_offsets_U1=grouped.offsets_G1[groups.start : groups.stop + 1],
+            mean_S=self.cut.mean_MK[matrix][k],
+            gradient_position_U=None if position_G is None else position_G[groups],
+            source_N=None if source_N is None else source_N[lookups],
+            most_lookups=self.most_lookups,
+        )
+
+
 def _group_whole(rows: UniqueRows, located: LocatedRows) -> _Grouped:
     # Move whole segments (the lookups of one row) from ascending id order to request order.
+    order_U, lookups_N = located.order_U.to(torch.int32), rows.lookups_by_row_N
     counts_U, lookups_N, _ = torch.ops.fbgemm.permute_1D_sparse_data(
-        located.order_U.to(torch.int32),
-        rows.counts_U,
-        rows.lookups_by_row_N,
-        None,
-        rows.lookups_by_row_N.numel(),
+        order_U, rows.counts_U, lookups_N, None, lookups_N.numel()
     )
     offsets_U1 = torch.ops.fbgemm.asynchronous_complete_cumsum(counts_U)
     return _Grouped(lookups_N, offsets_U1, gradient_position_G=None)
@@ -341,13 +352,8 @@ def _group_by_micro_batch(
         first_KM = is_start_N1.cumsum(0).index_select(0, edges)
         groups_KM = torch.diff(first_KM).view(len(lookups_KM), -1).tolist()
         start_G = torch.nonzero_static(is_start_N1[:-1], size=sum(map(sum, groups_KM))).squeeze(1)
-    row_G = row_N.index_select(0, start_G)
-    grouped = _Grouped(
-        lookups_N,
-        torch.cat([start_G, edges[-1:]]),
-        gradient_position_G=located.request_position_U.index_select(0, row_G),
-    )
-    return grouped, groups_KM
+    position_G = located.request_position_U.index_select(0, row_N.index_select(0, start_G))
+    return _Grouped(lookups_N, torch.cat([start_G, edges[-1:]]), position_G), groups_KM
 
 
 def _edges(counts: Counts) -> list[int]:
@@ -357,17 +363,17 @@ def _edges(counts: Counts) -> list[int]:
 
 def _shifted(indexes: Sequence[tuple[dict[str, int], PoolingIndex]]) -> list[PoolingIndex]:
     """Subtracts a start from each of the named tensors, all in one operator."""
-    wanted = [
-        (number, name, tensor, start)
-        for number, (starts, index) in enumerate(indexes)
-        for name, start in starts.items()
-        if start and (tensor := getattr(index, name)) is not None
-    ]
     changes: list[dict[str, Any]] = [{} for _ in indexes]
+    wanted = [
+        (own, name, getattr(index, name), start)
+        for (starts, index), own in zip(indexes, changes)
+        for name, start in starts.items()
+        if start and getattr(index, name) is not None
+    ]
     if wanted:
-        numbers, names, tensors, starts = zip(*wanted)
-        for number, name, shifted in zip(numbers, names, torch._foreach_sub(tensors, starts)):
-            changes[number][name] = shifted
+        owners, names, tensors, starts = zip(*wanted)
+        for own, name, shifted in zip(owners, names, torch._foreach_sub(tensors, starts)):
+            own[name] = shifted
     for (_, index), own in zip(indexes, changes):
         if not index.has_pooling:  # every lookup is a bag
             own["bags_by_row_N"] = own.get("lookups_by_row_N", index.lookups_by_row_N)

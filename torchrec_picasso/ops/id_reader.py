@@ -35,40 +35,33 @@ class ReadIds:
     """Samples that the order of bags depends on."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PreparedIds:
-    """The ids of a batch in one tensor, which another process receives in a third of the time.
-
-    All integers have the type of the packed ids, since each megabyte costs 0.4 ms.
-    """
+    """The ids of a batch in one tensor, which another process receives in a third of the time. All
+    integers have the type of the linear ids, since each megabyte costs 0.4 ms."""
 
     values: Tensor
     lengths: tuple[int, ...]
-    """Number of values of each part, in the order of :meth:`pack`."""
+    """Number of values of each part, in the order of :meth:`from_read`."""
     sizes: tuple[int, ...]
     digest: int
     """Of the features that were read, to see whether they changed."""
 
     @staticmethod
-    def pack(ids: ReadIds, features: KeyedJaggedTensor) -> PreparedIds:
-        """Packs ids that were read from features."""
+    def from_read(ids: ReadIds, features: KeyedJaggedTensor) -> PreparedIds:
+        """Joins ids that were read from features."""
         rows = ids.rows
         parts = [rows.ids_U, rows.counts_U, rows.row_of_lookup_N, rows.lookups_by_row_N]
         parts += [ids.bags.offsets_S1, ids.outside_ids.view(1)]
         parts += [] if ids.bags.source_N is None else [ids.bags.source_N]
-        return PreparedIds(
-            values=torch.cat([part.to(rows.ids_U.dtype) for part in parts]),
-            lengths=tuple(map(len, parts)),
-            sizes=ids.sizes,
-            digest=_digest(features),
-        )
+        values, lengths = [part.to(rows.ids_U.dtype) for part in parts], tuple(map(len, parts))
+        return PreparedIds(torch.cat(values), lengths, ids.sizes, _digest(features))
 
-    def unpack(self) -> ReadIds:
-        """Returns the ids."""
+    def split(self) -> ReadIds:
+        """Returns the ids by their meaning."""
         ids_U, *others = self.values.split(self.lengths)
-        counts_U, row_N, lookups_N, offsets_S1, outside, *source = (
-            part.to(torch.int64) for part in others
-        )
+        others = [part.to(torch.int64) for part in others]
+        counts_U, row_N, lookups_N, offsets_S1, outside, *source = others
         return ReadIds(
             bags=Bags(offsets_S1=offsets_S1, source_N=source[0] if source else None),
             rows=UniqueRows(ids_U, row_N, lookups_N, counts_U),
@@ -90,28 +83,23 @@ class IdReader:
         return lru_cache(maxsize=1)(partial(bag_order, self.plan))
 
     def read(
-        self,
-        features: KeyedJaggedTensor,
-        sizes_K: Sequence[int | None],
-        is_weighted: bool,
+        self, features: KeyedJaggedTensor, sizes_K: Sequence[int | None], is_weighted: bool
     ) -> ReadIds:
-        """Finds the unique rows of a batch. No collective.
+        """Finds the unique rows of a batch, with per-sample weights or without. No collective.
 
-        Args:
-            features: In the order of the tables, with valid lengths.
-            sizes_K: Samples of each micro-batch, one ``None`` if every feature has its own size.
-            is_weighted: Whether the batch has per-sample weights.
+        Features are in the order of the tables, with valid lengths; ``sizes_K`` are the samples of
+        each micro-batch, one ``None`` if every feature has its own size.
         """
-        # Packed ids (N,) -> bag order (N,) -> unique rows (U,).
+        # Linear ids (N,) -> bag order (N,) -> unique rows (U,).
         lookups_F = count_lookups(features.offsets(), features.stride_per_key())
-        packed_N, outside_ids = self.space.pack_ids(features.values(), lookups_F)
+        linear_N, outside_ids = self.space.linearize(features.values(), lookups_F)
         source_N = None
         if is_weighted and self.plan.has_pooling:
-            source_N = torch.arange(packed_N.numel(), device=packed_N.device)
+            source_N = torch.arange(linear_N.numel(), device=linear_N.device)
         sizes = self._sizes(sizes_K)
         # Whichever stream read a batch of these sizes first made it.
-        order_S = keep_for_current_stream(self._bag_order(sizes, packed_N.device))
-        ids_N, bags = reorder_bags(packed_N, features.lengths(), order_S, source_N)
+        order_S = keep_for_current_stream(self._bag_order(sizes, linear_N.device))
+        ids_N, bags = reorder_bags(linear_N, features.lengths(), order_S, source_N)
         return ReadIds(bags=bags, rows=unique_rows(ids_N), outside_ids=outside_ids, sizes=sizes)
 
     def can_use(
@@ -140,10 +128,8 @@ class IdReader:
 
 
 def _digest(features: KeyedJaggedTensor) -> int:
-    """Sums ids and lengths times random factors, modulo 2^64.
-
-    Other ids or lengths have the same sum with a chance below 1e-9.
-    """
+    """Sums ids and lengths times random factors, modulo 2^64. Other ids or lengths have the same
+    sum with a chance below 1e-9."""
     numbers = torch.cat([features.lengths().long(), features.values().long()])
     factors = _factors(1 << numbers.numel().bit_length(), numbers.device)
     return int(numbers.mul_(factors[: numbers.numel()]).sum())

@@ -1,16 +1,16 @@
-"""The packed id space: all tables of a route as one range of integers.
+"""The linear id space: all tables of a route as one range of integers.
 
-``packed_id = table_base + row``, with the tables of one pack side by side. The pack of a row, its
-home rank and its row number there follow from the packed id by one binary search over the ``T * W``
+``linear_id = table_base + row``, with the tables of one pack side by side. The pack of a row, its
+home rank and its row number there follow from the linear id by one binary search over the ``T * W``
 block starts, so no step contains a Python loop over tables. Home ranks may store different numbers
 of rows; empty blocks (fewer rows than ranks) are valid.
 
-The conversion of rows to packed ids uses numpy on the CPU. Features are long runs of lookups, and
-numpy repeats a number and finds a maximum many times faster on such runs: on one core, 4.4 million
+The conversion of rows to linear ids uses numpy on the CPU. Features are long segments of lookups,
+and numpy repeats a number and finds a maximum in those many times faster: on one core, 4.4 million
 lookups of 460 features take 155 ms with torch's operators and 15 ms with numpy.
 
 Hot rows are the part of the space that a refresh may change. A hot row has a replica on every rank.
-Its *slot* is its index among the packed ids of all hot rows, so the slots of one pack are
+Its *slot* is its index among the linear ids of all hot rows, so the slots of one pack are
 consecutive. A batch whose rows were located with one hot set must be served by replicas of the same
 hot set; the *epoch* identifies the hot set.
 
@@ -33,7 +33,7 @@ _UNSIGNED = {torch.int32: np.uint32, torch.int64: np.uint64}
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTable:
-    """A table in the packed id space; ``route`` is the name of the route that it travels by."""
+    """A table of a pack; ``route`` is the name of the route that it travels by."""
 
     name: str
     pack: int
@@ -64,30 +64,30 @@ class PackedTable:
 
 @dataclass(frozen=True)
 class IdSpace:
-    """Home rank and row number of every packed id; built by :meth:`build` and immutable."""
+    """Home rank and row number of every linear id; built by :meth:`build` and immutable."""
 
     world_size: int
     num_packs: int
     num_rows: int
-    """Rows of all tables together: packed ids are ``0 .. num_rows - 1``."""
+    """Rows of all tables together: linear ids are ``0 .. num_rows - 1``."""
     home_rows_PW: tuple[tuple[int, ...], ...]
     """Rows of each pack that each home rank stores."""
     feature_base_F: Tensor
-    """First packed id of each feature's table, int64, shape ``(F,)``."""
+    """First linear id of each feature's table, int64, shape ``(F,)``."""
     feature_rows_F: Tensor
     """Rows of each feature's table, int64, shape ``(F,)``."""
     block_start_TW: Tensor
-    """First packed id of every (table, rank) block, ascending, int64, shape ``(T * W,)``."""
+    """First linear id of every (table, rank) block, ascending, int64, shape ``(T * W,)``."""
     block_pack_TW: Tensor
     """Pack of each block, int64."""
     block_rank_TW: Tensor
     """Home rank of each block, int64."""
     block_shift_TW: Tensor
-    """Offset from a packed id to the row in the home rank's storage of the pack, int64."""
+    """Offset from a linear id to the row in the home rank's storage of the pack, int64."""
 
     @staticmethod
     def build(tables: Sequence[PackedTable], device: torch.device) -> IdSpace:
-        """Assigns packed ids to one or more tables of one route, packs ascending."""
+        """Assigns linear ids to one or more tables of one route, packs ascending."""
         world_size = len(tables[0].block_rows_W)
         packs = [table.pack for table in tables]
         assert packs == sorted(packs), "tables of one pack must be side by side"
@@ -95,9 +95,9 @@ class IdSpace:
         bases = table_bases(tables)
         starts, shifts = [], []
         home_rows = [[0] * world_size for _ in range(packs[-1] + 1)]
-        # A table is W consecutive blocks of packed ids, one per home rank. A home rank stores its
+        # A table is W consecutive blocks of linear ids, one per home rank. A home rank stores its
         # blocks of one pack one after the other, so a block's first row there is the number of rows
-        # that the rank stored before; shift = first row - first packed id.
+        # that the rank stored before; shift = first row - first linear id.
         for table, base in zip(tables, bases):
             start = base
             for rank, rows in enumerate(table.block_rows_W):
@@ -123,20 +123,15 @@ class IdSpace:
             block_shift_TW=ids(shifts),
         )
 
-    def pack_ids(self, rows_N: Tensor, counts_F: Tensor) -> tuple[Tensor, Tensor]:
-        """Converts rows of tables to packed ids, as :func:`shift_rows`.
-
-        Ids are int32 when the space allows, which halves the cost of sorting.
-        """
+    def linearize(self, rows_N: Tensor, counts_F: Tensor) -> tuple[Tensor, Tensor]:
+        """Converts rows of tables to linear ids, as :func:`shift_rows`. Ids are int32 when the
+        space allows, which halves the cost of sorting."""
         base_F, limit_F = self.feature_base_F, self.feature_rows_F
         return shift_rows(rows_N, counts_F, base_F, limit_F, self.id_dtype)
 
     def find_blocks(self, ids_n: Tensor) -> tuple[Tensor, Tensor]:
-        """Finds the (table, home rank) block and the home row of packed ids, all int64.
-
-        A home row is counted in the home rank's storage of the pack. O(n log(T W)) time, no host
-        sync.
-        """
+        """Finds the (table, home rank) block and the home row of linear ids, all int64. A home row
+        is counted in the home rank's storage of the pack. O(n log(T W)) time, no host sync."""
         # right=True skips empty blocks: the last block that starts at or below the id contains it.
         block_n = torch.searchsorted(self.block_start_TW, ids_n, right=True).sub_(1)
         return block_n, self.block_shift_TW.index_select(0, block_n).add_(ids_n)
@@ -149,7 +144,7 @@ class IdSpace:
 
     @property
     def id_dtype(self) -> torch.dtype:
-        """The smallest integer type that holds every packed id."""
+        """The smallest integer type that holds every linear id."""
         return torch.int32 if self.num_rows < 2**31 else torch.int64
 
 
@@ -158,7 +153,7 @@ class HotSlots:
     """The hot rows of the tables of one route."""
 
     ids_H: Tensor
-    """Packed ids of the hot rows, ascending int64; the index is the hot slot."""
+    """Linear ids of the hot rows, ascending int64; the index is the hot slot."""
     start_P1: tuple[int, ...]
     """First hot slot of each pack; the last entry is the number of hot rows."""
     epoch: int = 0
@@ -166,7 +161,7 @@ class HotSlots:
 
     @staticmethod
     def build(tables: Sequence[PackedTable], device: torch.device, epoch: int = 0) -> HotSlots:
-        """Collects the hot rows of tables, given as for :meth:`IdSpace.build`, by packed id."""
+        """Collects the hot rows of tables, given as for :meth:`IdSpace.build`, by linear id."""
         bases = table_bases(tables)
         hot_P = [0] * (tables[-1].pack + 1)
         for table in tables:
@@ -181,7 +176,7 @@ class HotSlots:
         return self.start_P1[-1]
 
     def find(self, ids_U: Tensor) -> tuple[Tensor, Tensor]:
-        """Finds which packed ids, int64, are hot. Requires at least one hot row.
+        """Finds which linear ids, int64, are hot. Requires at least one hot row.
 
         Returns the slot of each hot row, int64, undefined for cold rows, and the mask of the hot
         rows, both of shape ``(U,)``, in O(U log H) time without a host sync.
@@ -193,9 +188,7 @@ class HotSlots:
 
     def touched(self, bits_WX: np.ndarray) -> list[np.ndarray]:
         """Finds the hot slots that any rank's batch uses, from :func:`bits_to_words` on the host.
-
-        Slots of each pack ascend, are counted from 0 in the pack, and are on the host.
-        """
+        Slots of each pack ascend, are counted from 0 in the pack, and are on the host."""
         union_X = np.bitwise_or.reduce(bits_WX, axis=0)
         touched_t = np.unpackbits(union_X.view(np.uint8), bitorder="little").nonzero()[0]
         # touched_t ascends over all packs: find each pack's range, then count from 0 in the pack.
@@ -205,7 +198,7 @@ class HotSlots:
 
 
 def table_bases(tables: Sequence[PackedTable]) -> list[int]:
-    """First packed id of each table, and the end of the last one."""
+    """First linear id of each table, and the end of the last one."""
     return [0, *accumulate(table.num_embeddings for table in tables)]
 
 
@@ -239,18 +232,15 @@ def shift_rows(
             np.add(shifted, rows, out=shifted, casting="unsafe")
             return torch.from_numpy(shifted), torch.zeros((), dtype=torch.int64)
     # Other devices, other types, or rows outside their table: expand (F,) to (N,) and mask.
-    feature_N = run_of(counts_F.cumsum(0), rows_N.numel())
+    feature_N = segment_of(counts_F.cumsum(0), rows_N.numel())
     outside_N = (rows_N < 0) | (rows_N >= limit_F.index_select(0, feature_N))
-    return first_F.index_select(0, feature_N).add_(rows_N).masked_fill_(outside_N, 0).to(
-        dtype
-    ), outside_N.sum()
+    shifted_N = first_F.index_select(0, feature_N).add_(rows_N).masked_fill_(outside_N, 0)
+    return shifted_N.to(dtype), outside_N.sum()
 
 
-def run_of(end_J: Tensor, num: int) -> Tensor:
-    """Returns the run of each of ``num`` entries, int64, by the end of each run, ascending.
-
-    Few long runs: a GPU's ``repeat_interleave`` fills each of them with a single warp.
-    """
+def segment_of(end_J: Tensor, num: int) -> Tensor:
+    """Returns the segment of each of ``num`` entries, int64, by the end of each one, ascending. Few
+    long segments: a GPU's ``repeat_interleave`` fills each of them with a single warp."""
     return torch.searchsorted(end_J, torch.arange(num, device=end_J.device), right=True)
 
 

@@ -54,10 +54,10 @@ class PackPlan:
         if waves is None:
             numbers = [table.wave for table in tables]
             assert numbers == sorted(numbers), "packs of one wave must be side by side"
-            waves = _runs([(table.pack, table.wave) for table in tables])
+            waves = _alike_neighbours([(table.pack, table.wave) for table in tables])
         else:
             kinds = [(t.pack, *kind[1:]) for t, kind in zip(tables, kinds)]
-        matrices = _runs([(table.pack, kind) for table, kind in zip(tables, kinds)])
+        matrices = _alike_neighbours([(table.pack, kind) for table, kind in zip(tables, kinds)])
         tables_M = [[t for t in tables if m.start <= t.pack < m.stop] for m in matrices]
         # One flag per feature: means_M[m] has F_m entries, in feature order.
         means_M = [[t.mean for t in tables for _ in t.feature_names] for tables in tables_M]
@@ -66,9 +66,7 @@ class PackPlan:
             matrices=matrices,
             dim_M=tuple(tables[0].dim for tables in tables_M),
             features_M=tuple(map(len, means_M)),
-            mean_MF=tuple(
-                torch.tensor(means, device=device) if any(means) else None for means in means_M
-            ),
+            mean_MF=tuple(torch.tensor(m, device=device) if any(m) else None for m in means_M),
             is_sequence_M=tuple(tables[0].is_sequence for tables in tables_M),
             module_M=tuple(tables[0].module for tables in tables_M),
         )
@@ -79,11 +77,8 @@ class PackPlan:
         first_pack = [0, *accumulate(plan.num_packs for plan in plans)]
 
         def shifted(name: str) -> tuple[slice, ...]:
-            return tuple(
-                slice(packs.start + first, packs.stop + first)
-                for plan, first in zip(plans, first_pack)
-                for packs in getattr(plan, name)
-            )
+            found = [(p, at) for plan, at in zip(plans, first_pack) for p in getattr(plan, name)]
+            return tuple(slice(packs.start + first, packs.stop + first) for packs, first in found)
 
         by_matrix = {n: tuple(v for plan in plans for v in getattr(plan, n)) for n in _BY_MATRIX}
         return PackPlan(waves=shifted("waves"), matrices=shifted("matrices"), **by_matrix)
@@ -96,10 +91,10 @@ class PackPlan:
     @cached_property
     def modules(self) -> tuple[tuple[int, ...], ...]:
         """The matrices of each module, in the order of the module's columns."""
-        return tuple(
-            tuple(matrix for matrix, owner in enumerate(self.module_M) if owner == module)
-            for module in range(max(self.module_M) + 1)
-        )
+        found: list[list[int]] = [[] for _ in range(max(self.module_M) + 1)]
+        for matrix, module in enumerate(self.module_M):
+            found[module].append(matrix)
+        return tuple(map(tuple, found))
 
     @property
     def has_pooling(self) -> bool:
@@ -113,11 +108,11 @@ class PackPlan:
         return range(self.num_packs)[self.waves[wave]] if wave < len(self.waves) else range(0)
 
 
-def _runs(properties: Sequence[tuple[int, Any]]) -> tuple[slice, ...]:
-    """Finds runs of neighbouring packs with equal properties, from (pack, property) by table."""
+def _alike_neighbours(properties: Sequence[tuple[int, Any]]) -> tuple[slice, ...]:
+    """Finds neighbouring packs with equal properties, from (pack, property) by table."""
     # The set removes duplicates from tables of one pack; sorting restores pack order.
     value_P = [value for _, value in sorted(set(properties))]
     # Every pack has exactly one property.
     assert len(value_P) == len({pack for pack, _ in properties}), "tables of a pack are alike"
-    ends = [*accumulate(len(list(run)) for _, run in groupby(value_P))]
+    ends = [*accumulate(len(list(alike)) for _, alike in groupby(value_P))]
     return tuple(map(slice, [0, *ends], ends))

@@ -44,7 +44,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_picasso.ops.ids import HotSlots, IdSpace, run_of
+from torchrec_picasso.ops.ids import HotSlots, IdSpace, segment_of
 
 _LEAST_RADIX = 1 << 15
 """torch sorts at least so many integers by radix, fewer by comparison."""
@@ -98,8 +98,7 @@ def sort_with_tags(keys_N: Tensor, tags_N: Tensor | None = None) -> tuple[Tensor
     if not fits:
         sorted_N, order_N = torch.sort(keys_N, stable=True)
         return sorted_N, order_N if tags_N is None else tags_N.index_select(0, order_N)
-    # word = key << tag_bits | tag: sorting the words sorts by key, then tag, and needs no stable
-    # sort.
+    # word = key << tag_bits | tag: a sort of words, stable or not, sorts by key, then tag.
     words = keys_N.numpy().astype(np.int64)
     words <<= tag_bits
     words |= np.arange(len(words)) if tags_N is None else tags_N.numpy()
@@ -149,13 +148,9 @@ def unique_rows(ids_N: Tensor) -> UniqueRows:
     # to the input order of the lookups.
     row_N = first_N.cumsum(0).sub_(1)
     row_of_lookup_N = torch.empty_like(row_N).scatter_(0, lookups_by_row_N, row_N)
-    end = start_U.new_full((1,), ids_N.numel())
-    return UniqueRows(
-        ids_U=sorted_N.index_select(0, start_U),
-        row_of_lookup_N=row_of_lookup_N,
-        lookups_by_row_N=lookups_by_row_N,
-        counts_U=torch.diff(start_U, append=end),
-    )
+    counts_U = torch.diff(start_U, append=start_U.new_full((1,), ids_N.numel()))
+    ids_U = sorted_N.index_select(0, start_U)
+    return UniqueRows(ids_U, row_of_lookup_N, lookups_by_row_N, counts_U)
 
 
 CLEAN = 0
@@ -198,15 +193,13 @@ def locate_rows(
     chunk_U: Tensor | None = None,
     num_chunks: int = 1,
 ) -> LocatedRows:
-    """Puts distinct rows, ascending, in request order; without ``chunk_U`` all are in chunk 0.
-
-    O(U log(T W) + U log H) time, no host sync.
-    """
+    """Puts distinct rows, ascending, in request order; without ``chunk_U`` all are in chunk 0. O(U
+    log(T W) + U log H) time, no host sync."""
     ids_U = ids_U.to(torch.int64)
     block_U, storage_row_U = space.find_blocks(ids_U)
-    # A segment is a run of request order. Each pack has 1 + K W segments: the replicas, then the
-    # home ranks of chunk 0, of chunk 1, ... So segment = pack * (1 + K W) + 1 + chunk * W + home
-    # rank, and pack * (1 + K W) alone for a hot row.
+    # Each pack has 1 + K W segments of request order: the replicas, then the home ranks of chunk 0,
+    # of chunk 1, ... So segment = pack * (1 + K W) + 1 + chunk * W + home rank, and
+    # pack * (1 + K W) alone for a hot row.
     per_pack = 1 + num_chunks * space.world_size
     replicas_TW = space.block_pack_TW * per_pack
     segment_U = (space.block_rank_TW + 1).add_(replicas_TW).index_select(0, block_U)
@@ -286,23 +279,22 @@ def find_fetch_orders(
     if not masks:
         return [all_dirty(counts_KW) for counts_KW in counts]
     dirty_n = masks[0] if len(masks) == 1 else torch.cat(masks)
-    # A run has the rows of one list, chunk and rank; its segment is (list, exchange, rank). A dirty
-    # row of chunk k belongs to exchange 1 + k, a clean row of any chunk to exchange 0.
-    by_run = np.array(counts)
-    num_lists, num_chunks, world_size = by_run.shape
-    segments = np.arange(num_lists * (1 + num_chunks) * world_size).reshape(
-        num_lists, -1, world_size
-    )
-    clean = np.broadcast_to(segments[:, :1], by_run.shape)
-    numbers = np.concatenate([by_run.cumsum(), clean.ravel(), segments[:, 1:].ravel()])
+    # From segments of request order (list, chunk, rank) to those of fetch order (list, exchange,
+    # rank): a dirty row of chunk k belongs to exchange 1 + k, a clean row of any chunk to 0.
+    asked = np.array(counts)
+    num_lists, num_chunks, world_size = asked.shape
+    fetched = np.arange(num_lists * (1 + num_chunks) * world_size)
+    fetched = fetched.reshape(num_lists, -1, world_size)
+    clean = np.broadcast_to(fetched[:, :1], asked.shape)
+    numbers = np.concatenate([asked.cumsum(), clean.ravel(), fetched[:, 1:].ravel()])
     on_device = torch.from_numpy(numbers).to(dirty_n.device, non_blocking=True)
     if dirty_n.device.type == "cpu":
-        run_n = torch.from_numpy(np.repeat(np.arange(by_run.size), by_run.ravel()))
+        asked_n = torch.from_numpy(np.repeat(np.arange(asked.size), asked.ravel()))
     else:
-        run_n = run_of(on_device[: by_run.size], dirty_n.numel())
-    # The segments of clean rows by run, then those of dirty rows.
-    segment_n = on_device[by_run.size :].index_select(0, run_n.add_(dirty_n, alpha=by_run.size))
-    order_n, found = _sort_by_segment(segment_n, segments.size)
+        asked_n = segment_of(on_device[: asked.size], dirty_n.numel())
+    # By segment of request order, that of its clean rows in fetch order, then of its dirty rows.
+    fetched_n = on_device[asked.size :].index_select(0, asked_n.add_(dirty_n, alpha=asked.size))
+    order_n, found = _sort_by_segment(fetched_n, fetched.size)
     by_list = found.view(num_lists, -1, world_size).tolist()
     sizes = [sum(map(sum, counts_EW)) for counts_EW in by_list]
     orders = list(order_n.split(sizes))

@@ -102,9 +102,7 @@ def bag_of_lookup(offsets_S1: Tensor, num_lookups: int) -> Tensor:
 
 def mean_scale(divisor_S: Tensor, mean_S: Tensor) -> Tensor:
     """Returns the factor that converts each bag's sum to its output, 1 for a summed bag: float32.
-
-    The divisor of an average is 0 for an empty bag, whose sum of zero is kept.
-    """
+    The divisor of an average is 0 for an empty bag, whose sum of zero is kept."""
     return torch.where(mean_S & (divisor_S != 0), 1.0 / divisor_S, 1.0)
 
 
@@ -134,10 +132,8 @@ def gradient_of_rows(grad_SD: Tensor, weights_N: Tensor | None, index: PoolingIn
 
 
 def gradient_of_weights(grad_SD: Tensor, rows_RD: Tensor, index: PoolingIndex) -> Tensor:
-    """Computes the gradient of :func:`pool_rows` with respect to the weights, in bag order.
-
-    The gradient of a weight is the dot product of the lookup's row and its bag's gradient.
-    """
+    """Computes the gradient of :func:`pool_rows` with respect to the weights, in bag order. The
+    gradient of a weight is the dot product of the lookup's row and its bag's gradient."""
     assert index.bag_offsets_S1 is not None, "sequences have no weights"
     if rows_RD.device.type != "cpu":
         # A dot product per lookup, without the memory of the expansions below.
@@ -165,8 +161,7 @@ def gather_sum(
         indices = torch.arange(len(rows), device=rows.device)
     if num_segments == 0 or indices.numel() == 0:
         return rows.new_zeros(num_segments, rows.size(1))
-    # Positional arguments: scale_grad_by_freq=False, mode 0 = sum, sparse=False, per-sample
-    # weights.
+    # Positions: scale_grad_by_freq=False, mode 0 = sum, sparse=False, per-sample weights.
     return torch.embedding_bag(
         rows, indices, offsets, False, 0, False, weights, include_last_offset=True
     )[0]

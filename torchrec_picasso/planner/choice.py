@@ -131,8 +131,7 @@ def choose(
                 found = plan
         return found
 
-    def best(forms: Forms) -> PricedPlan:
-        """Prices a plan with each budget of hot rows, and returns the best."""
+    def with_best_hot_rows(forms: Forms) -> PricedPlan:
         found = price(forms, {})
         rows = [i for i, form in forms.items() if form == "rows" and tables[i].no_hot_rows is None]
         for chance in _HOT_CHANCES if pricer.world_size > 1 and rows else ():
@@ -148,15 +147,9 @@ def choose(
         chosen = price({position: tables[position].forms[0] for position in given_hot}, given_hot)
     else:
         forms_by_plan = _plans(tables, works)
-        plans = {name: best(forms) for name, forms in forms_by_plan.items()}
+        plans = {name: with_best_hot_rows(forms) for name, forms in forms_by_plan.items()}
         priced_ms = {name: plan.step.step_ms for name, plan in plans.items()}
-        # from the simplest plan to the mixed one, each with its margin
-        name = "stock"
-        uniform = "rows" if priced_ms["rows"] <= priced_ms["bags"] else "bags"
-        if _is_faster(plans[uniform].step, plans["stock"].step, pricer):
-            name = uniform
-        if priced_ms["mixed"] <= priced_ms[name] * (1 - _FORMS_MARGIN):
-            name = "mixed"
+        name = _fastest(plans, pricer)
         if name != "stock" and not pricer.curves.local.measured:
             # the gain must not depend on the core that was assumed
             newer = pricer.with_local(LocalCosts.newer_core())
@@ -169,6 +162,15 @@ def choose(
     return Choice(
         **vars(chosen), works=works, stock=stock, stock_costs=stock_costs, priced_ms=priced_ms
     )
+
+
+def _fastest(plans: Mapping[str, PricedPlan], pricer: StepPricer) -> str:
+    """Names the fastest plan: from the simplest one to the mixed one, each with its margin."""
+    steps = {name: plan.step for name, plan in plans.items()}
+    uniform = "rows" if steps["rows"].step_ms <= steps["bags"].step_ms else "bags"
+    name = uniform if _is_faster(steps[uniform], steps["stock"], pricer) else "stock"
+    is_mixed = steps["mixed"].step_ms <= steps[name].step_ms * (1 - _FORMS_MARGIN)
+    return "mixed" if is_mixed else name
 
 
 def _is_faster(step: StepPrice, stock: StepPrice, pricer: StepPricer) -> bool:
@@ -236,7 +238,6 @@ def _stock_plans(
 
 
 def _plans(tables: Sequence[TableInfo], works: Sequence[TableWork]) -> dict[str, Forms]:
-    """Lists the plans to price; some may be equal."""
     able = {i: table.forms for i, table in enumerate(tables) if table.not_hot_cold is None}
 
     def fewer_bytes(work: TableWork, forms: Sequence[Form]) -> Form:

@@ -59,54 +59,36 @@ def decide(
 
     Arguments as for ``hot_cold_planner``; ``batch_size`` is per rank, ``replica_budget_bytes`` per
     rank and used only if the cost model chooses (``hot_rows=None``), ``dense=None`` = the times in
-    the curves.
-
-    Raises:
-        PlanError: If the statistics are of other tables, or the requested hot rows do not exist.
+    the curves. Raises PlanError if the statistics are of other tables, or the requested hot rows do
+    not exist.
     """
     able = {t.load.name: t.load.num_embeddings for t in tables if t.not_hot_cold is None}
     if stats is not None:
         stats.check_model(able)
     dense = (dense or curves.dense or DenseTimes()).at(batch_size)
     pricer = StepPricer(curves, world_size, dense, pieces_for(batch_size))
-    given = None
-    if hot_rows is not None:  # the caller has chosen: the plan is only priced
-        without = {table.load.name for table in tables if table.no_hot_rows is not None}
-        hot_sets = select_hot_rows(able, hot_rows, stats, without=without)
-        given = {
-            position: hot_sets[table.load.name].numel()
-            for position, table in enumerate(tables)
-            if table.not_hot_cold is None and table.load.name in hot_sets
-        }
-    choice = choose(tables, pricer, replica_budget_bytes, given_hot=given)
     if hot_rows is None:
-        # the choice has the number of hot rows of each table; the statistics have the rows
+        choice = choose(tables, pricer, replica_budget_bytes)
         chosen = zip(tables, choice.forms, choice.num_hot)
         counts = {table.load.name: num_hot for table, form, num_hot in chosen if form is not None}
         hot_sets = select_hot_rows(able, counts, stats)
         # hot rows in the user's constraints replace chosen ones
         hot_sets |= {t.load.name: t.required.hot_rows for t in tables if t.required is not None}
-    placements = [
-        HotColdParams(
-            hot_rows=hot_sets[table.load.name],
-            wave=wave,
-            form=form,
-            num_micro_batches=choice.step.num_micro_batches,
-        )
-        if form is not None
-        else None
-        for table, form, wave in zip(tables, choice.forms, _waves(tables, choice, num_waves))
-    ]
+    else:  # the caller has chosen: the plan is only priced
+        without = {table.load.name for table in tables if table.no_hot_rows is not None}
+        hot_sets = select_hot_rows(able, hot_rows, stats, without=without)
+        names = {i: t.load.name for i, t in enumerate(tables) if t.not_hot_cold is None}
+        given = {i: hot_sets[name].numel() for i, name in names.items() if name in hot_sets}
+        choice = choose(tables, pricer, replica_budget_bytes, given_hot=given)
     homes, in_rows = None, [i for i, form in enumerate(choice.forms) if form == "rows"]
     if stats is not None and in_rows:
-        homes = balance_homes(
-            [_row_loads(choice.works[i], hot_sets[tables[i].load.name], stats) for i in in_rows],
-            world_size,
-        )
+        works = [choice.works[i] for i in in_rows]
+        loads = [_row_loads(work, hot_sets[work.load.name], stats) for work in works]
+        homes = balance_homes(loads, world_size)
     return Decision(
         **vars(choice),
         tables=tuple(tables),
-        placements=tuple(placements),
+        placements=_placements(tables, choice, hot_sets, num_waves),
         homes=homes,
         block_rows=dict(zip(in_rows, homes.block_rows_TW)) if homes is not None else {},
         curves=curves,
@@ -116,24 +98,36 @@ def decide(
     )
 
 
+def _placements(
+    tables: Sequence[TableInfo], choice: Choice, hot_sets: Mapping[str, Tensor], num_waves: int
+) -> tuple[HotColdParams | None, ...]:
+    """Returns the placement of each table; ``None`` = stock."""
+    count, waves = choice.step.num_micro_batches, _waves(tables, choice, num_waves)
+    return tuple(
+        HotColdParams(
+            hot_rows=hot_sets[table.load.name], wave=wave, form=form, num_micro_batches=count
+        )
+        if form is not None
+        else None
+        for table, form, wave in zip(tables, choice.forms, waves)
+    )
+
+
 def _waves(tables: Sequence[TableInfo], choice: Choice, num_waves: int) -> list[int]:
     """Assigns each hot/cold table to a wave of its module, by volume."""
     volumes: dict[str, dict[int, tuple[Hashable, float]]] = {}
-    for position, (work, form, num_hot) in enumerate(
-        zip(choice.works, choice.forms, choice.num_hot)
-    ):
+    each_table = zip(choice.works, choice.forms, choice.num_hot)
+    for position, (work, form, num_hot) in enumerate(each_table):
         if form is not None:
             load, split = work.load, work.split(num_hot)
             # cold rows are fetched, gradients of touched hot rows are reduced
             number = load.bags if form == "bags" else split.cold_used + split.hot_touched
             key = pack_key(form, 0, load.dim, load.element_bytes)
             volumes.setdefault(load.module, {})[position] = (key, number * load.dim)
-    waves = [0] * len(tables)
+    waves: dict[int, int] = {}
     for by_position in volumes.values():
-        balanced = balance_waves(list(by_position.values()), num_waves)
-        for position, wave in zip(by_position, balanced):
-            waves[position] = wave
-    return waves
+        waves |= zip(by_position, balance_waves(list(by_position.values()), num_waves))
+    return [waves.get(position, 0) for position in range(len(tables))]
 
 
 def balance_waves(tables: Sequence[tuple[Hashable, float]], num_waves: int) -> list[int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -55,11 +56,8 @@ class HotColdEnumerator(EmbeddingEnumerator):
         super().__init__(topology, batch_size, **kwargs)
         self.only_decided = False
         """Whether a table has only the option of the decided plan, not all options."""
-        self._topology = topology
-        self._hot_rows = hot_rows
-        self._num_waves = num_waves
-        self._dense_ms = dense_ms
-        self._frequency_stats = stats
+        self._topology, self._frequency_stats = topology, stats
+        self._hot_rows, self._num_waves, self._dense_ms = hot_rows, num_waves, dense_ms
         self._has_prices = curves is not None or hot_rows is None
         self._curves = curves if curves is not None else assumed_curves(topology)
         self.decision: Decision | None = None
@@ -74,10 +72,8 @@ class HotColdEnumerator(EmbeddingEnumerator):
         """Lists the options of all tables, in the same order in every process.
 
         A hot/cold table has only hot/cold options, another table TorchRec's; if ``only_decided``,
-        each table has one option.
-
-        Raises:
-            PlanError: If requested hot rows cannot be placed, with the reason.
+        each table has one option. Raises PlanError if requested hot rows cannot be placed, with the
+        reason.
         """
         self.decision = None
         options_by_path = self._list_options(module, sharders)
@@ -152,12 +148,12 @@ class HotColdEnumerator(EmbeddingEnumerator):
             dense = DenseTimes.from_total(self._dense_ms, dense_bytes)
         budget_bytes = float("inf")
         if self._hot_rows is None:  # the cost model chooses: memory that is free for replicas
-            all_options = list(options_by_path.values())
+            by_path = list(options_by_path.values())
             for estimator in self._estimators:
                 if isinstance(estimator, EmbeddingStorageEstimator):
-                    options = [option for options in all_options for option in options]
+                    options = list(chain.from_iterable(by_path))
                     estimator.estimate(options, sharder_data_map=self._sharder_data_map)
-            budget_bytes = hot_options.replica_budget_bytes(all_options, self._topology)
+            budget_bytes = hot_options.replica_budget_bytes(by_path, self._topology)
         return decide(
             list(self._tables.values()),
             self._frequency_stats,

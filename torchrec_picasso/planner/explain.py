@@ -126,11 +126,11 @@ def _why(decision: Decision, index: int) -> str:
 def _comparison(decision: Decision) -> str:
     """Compares the predicted steps of the stock plan and of the best hot/cold plan."""
     hot_cold_ms = min(ms for name, ms in decision.priced_ms.items() if name != "stock")
-    reason = (
+    measured = (
+        "; costs of local work are assumed, for a slow and a fast core: measure them with "
+        "`torchrec-picasso calibrate`"
+    )
+    return (
         f"a step is predicted to take {decision.priced_ms['stock']:.1f} ms with stock tables and "
         f"{hot_cold_ms:.1f} ms with the packed exchange"
-    )
-    if not decision.curves.local.measured:
-        reason += "; costs of local work are assumed, for a slow and a fast core: measure them with"
-        reason += " `torchrec-picasso calibrate`"
-    return reason
+    ) + ("" if decision.curves.local.measured else measured)

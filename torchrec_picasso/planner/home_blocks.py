@@ -96,15 +96,11 @@ def balance_homes(tables: Sequence[RowLoads], world_size: int) -> HomeBlocks:
     even_balance = _max_over_mean(tables, even, world_size)
     filled_balance = _max_over_mean(tables, filled, world_size)
     # a load of every row limits the number of rows per rank
-    weighted = [
-        replace(table, spread_load=table.spread_load + _EVENNESS * table.total + 1e-9)
-        for table in tables
-    ]
+    spread = [table.spread_load + _EVENNESS * table.total + 1e-9 for table in tables]
+    weighted = [replace(table, spread_load=load) for table, load in zip(tables, spread)]
     # heaviest rows first: tables of lighter rows can compensate their imbalance
-    order = sorted(
-        range(len(tables)),
-        key=lambda t: (-(weighted[t].load_U.max() if weighted[t].load_U.size else 0.0), t),
-    )
+    heaviest = [table.load_U.max(initial=0.0) for table in weighted]
+    order = sorted(range(len(tables)), key=lambda t: (-heaviest[t], t))
     balanced: list[tuple[int, ...]] = [()] * len(tables)
     given, total = np.zeros(world_size - 1), 0.0  # load so far of the ranks below each cut
     for t in order:

@@ -33,21 +33,15 @@ _RESERVED_SHARE = 0.15
 
 def offered_options(options: Sequence[ShardingOption], form: Form) -> list[ShardingOption]:
     """Selects the options of a table that can hold its rows with a hot/cold exchange."""
-    return [
-        option
-        for option in options
-        if option.sharding_type == SHARDING_TYPE_OF[form]
-        and option.compute_kernel in HOT_COLD_KERNELS
-    ]
+    placed = [option for option in options if option.sharding_type == SHARDING_TYPE_OF[form]]
+    return [option for option in placed if option.compute_kernel in HOT_COLD_KERNELS]
 
 
 def hot_cold_options(
     options: Sequence[ShardingOption], placement: HotColdParams
 ) -> list[ShardingOption]:
     """Converts the :func:`offered_options` of one table to hot/cold options, in place.
-
-    ``placement`` replaces that of the constraints; TorchRec's own cache settings stay.
-    """
+    ``placement`` replaces that of the constraints; TorchRec's own cache settings stay."""
     kept = offered_options(options, placement.form)
     for option in kept:
         names = [field.name for field in fields(CacheParams)] if option.cache_params else []
@@ -150,7 +144,6 @@ def explain_shortage(options: Sequence[ShardingOption], topology: Topology) -> P
 def _smallest(
     options_by_table: Iterable[Sequence[ShardingOption]], topology: Topology
 ) -> list[ShardingOption]:
-    """Selects the option of each table that takes least memory."""
     return [min(found, key=lambda o: _per_rank(o, topology)) for found in options_by_table]
 
 

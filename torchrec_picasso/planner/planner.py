@@ -120,13 +120,8 @@ def hot_cold_planner(
         topology, batch_size, hot_rows, stats, curves, num_waves, dense_ms, constraints=constraints
     )
     enumerator.only_decided = only_decided
-    return HotColdPlanner(
-        topology=topology,
-        batch_size=batch_size,
-        enumerator=enumerator,
-        constraints=constraints,
-        **planner_kwargs,
-    )
+    planner_kwargs |= {"batch_size": batch_size, "constraints": constraints}
+    return HotColdPlanner(topology=topology, enumerator=enumerator, **planner_kwargs)
 
 
 class HotColdPlanner(EmbeddingShardingPlanner):
@@ -217,12 +212,8 @@ def _log(decision: Decision) -> None:
     if reason is not None:
         _LOGGER.warning("no table is hot/cold, so this package has no effect: %s", reason)
         return
-    summary = summarize(decision)
+    names = ("hot_cold_tables", "bag_tables", "hot_rows", "stock_tables", "step_ms")
     _LOGGER.info(
         "%d tables hot/cold (%d owner-pooled) with %d hot rows, %d stock; predicted step %.1f ms",
-        summary["hot_cold_tables"],
-        summary["bag_tables"],
-        summary["hot_rows"],
-        summary["stock_tables"],
-        summary["step_ms"],
+        *map(summarize(decision).__getitem__, names),
     )

@@ -30,9 +30,7 @@ def check_request(
     """Refuses requests for hot rows that cannot be placed.
 
     ``tables`` has the tables whose sharders support hot/cold, ``options_by_path`` all tables.
-
-    Raises:
-        PlanError: With the reason, and what to request instead.
+    Raises PlanError with the reason, and what to request instead.
     """
     named = set(hot_rows) if isinstance(hot_rows, Mapping) else None
     # hot_rows=0 selects no rows by name, so equal names are allowed

@@ -9,6 +9,7 @@ user's constraints.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -157,8 +158,8 @@ def _fused_params(
             optimizer_kwargs["optimizer"] = optimizer_type_to_emb_opt_type(optimizer)
         except ValueError:
             return Refusal(
-                what=f"TorchRec cannot fuse the optimizer {optimizer.__name__}",
-                instead="use one of torchrec.optim",
+                f"TorchRec cannot fuse the optimizer {optimizer.__name__}",
+                "use one of torchrec.optim",
             )
     constrained = ParameterSharding(
         sharding_type=ShardingType.ROW_WISE.value,
@@ -209,12 +210,9 @@ def _stock_types(
 def dense_bytes_of(model: nn.Module) -> int:
     """Computes the bytes of the trained parameters outside embedding modules."""
     # compared by identity, because two modules may share a parameter
-    tables = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection))
-        for parameter in module.parameters()
-    }
+    kinds = (EmbeddingBagCollection, EmbeddingCollection)
+    modules = [module for module in model.modules() if isinstance(module, kinds)]
+    tables = {id(parameter) for module in modules for parameter in module.parameters()}
     dense = [p for p in model.parameters() if p.requires_grad and id(p) not in tables]
     return sum(parameter.numel() * parameter.element_size() for parameter in dense)
 
@@ -223,9 +221,6 @@ def assumed_curves(topology: Topology) -> CommCurves:
     """Returns curves with the bandwidth of a topology, as a replacement for measured curves."""
     on_one_host = topology.world_size <= topology.local_world_size
     bytes_per_ms = topology.intra_host_bw if on_one_host else topology.inter_host_bw
-    return CommCurves.assumed(
-        topology.world_size,
-        gbytes_per_s=bytes_per_ms * _BYTES_PER_MS_TO_GB_PER_S,
-        device=topology.compute_device,
-        ranks_per_host=topology.local_world_size,
-    )
+    rate, device = bytes_per_ms * _BYTES_PER_MS_TO_GB_PER_S, topology.compute_device
+    found = CommCurves.assumed(topology.world_size, gbytes_per_s=rate, device=device)
+    return replace(found, ranks_per_host=topology.local_world_size)

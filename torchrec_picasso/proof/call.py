@@ -122,10 +122,8 @@ class Call:
         return Value(Kind.ROWS, rows=rows, outer=first.outer)
 
     def aligned(self, operands: Iterable[Operand]) -> Value:
-        """Returns the rows of tensors that broadcast with equal batch dims from the right.
-
-        Another tensor must not have several entries there.
-        """
+        """Returns the rows of tensors that broadcast with equal batch dims from the right. Another
+        tensor must not have several entries there."""
         operands = list(operands)
         rows = [operand for operand in operands if not operand.is_same]
         if not rows:

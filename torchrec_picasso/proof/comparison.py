@@ -10,8 +10,6 @@ recorded, and so are Python's and NumPy's random numbers: forwards cannot be com
 detects large errors of some samples, such as a loss over clicked samples only; it tolerates a few
 samples that cross a kink or a tie, where rounding decides. The median detects small errors of all
 samples, such as an auxiliary loss of small weight.
-
-Shape letters: B samples, or lookups of them.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from torchrec_picasso.batches.split import children_of
 from torchrec_picasso.proof.content import random_states
 from torchrec_picasso.proof.dense_part import MODULE_ATTRIBUTES, dense_modules
-
-# -- random layers -------------------------------------------------------------------------------
 
 aten = torch.ops.aten
 
@@ -108,8 +104,6 @@ class StillRandomness(TorchDispatchMode):
         return result
 
 
-# -- differences ---------------------------------------------------------------------------------
-
 _NEGLIGIBLE = 1e-3
 """Share of the mean that small samples count as, so that noise around 0 is not relative."""
 
@@ -168,20 +162,17 @@ def difference_of_outputs(
     """Describes the first member in which a model's joined output differs from the whole one."""
     members = children_of(whole)
     if members is not None:
-        pairs = zip(members, children_of(cut) or ())
-        differences = (
-            difference_of_outputs(member, other, tolerance, path + suffix)
-            for (suffix, member), (_, other) in pairs
-        )
-        return next(filter(None, differences), None)
+        for (suffix, member), (_, other) in zip(members, children_of(cut) or ()):
+            found = difference_of_outputs(member, other, tolerance, path + suffix)
+            if found is not None:
+                return found
+        return None
     if isinstance(whole, KeyedTensor | JaggedTensor) and isinstance(cut, type(whole)):
         whole, cut = whole.values(), cut.values()
     both = isinstance(whole, Tensor) and isinstance(cut, Tensor)
     found = difference_of(whole, cut, tolerance) if both else None
     return None if found is None else f"{path} {found}"
 
-
-# -- state that a forward leaves -----------------------------------------------------------------
 
 _NO_STATE = MODULE_ATTRIBUTES - {"_buffers", "_parameters", "training"}
 """Attributes of a module that are not its state."""

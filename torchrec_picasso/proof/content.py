@@ -117,9 +117,6 @@ def _is_replaced(now: Any, before: Any) -> bool:
     return type(now) not in _EQUAL
 
 
-# -- kinds of values -----------------------------------------------------------------------------
-
-
 def held_by(value: Any) -> list[Any] | None:
     """Lists what a value holds that has no other content, such as a method; ``None`` for others."""
     if isinstance(value, BuiltinFunctionType):
@@ -166,9 +163,6 @@ def is_plain_object(value: Any) -> bool:
     has_slots = any(vars(base).get("__slots__") for base in type(value).__mro__)
     is_small = type(value).__basicsize__ == _Plain.__basicsize__
     return hasattr(value, "__dict__") and is_small and not has_slots
-
-
-# -- state of the process ------------------------------------------------------------------------
 
 
 def random_states() -> dict[str, Any]:

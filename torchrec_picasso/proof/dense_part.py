@@ -19,10 +19,8 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def outside_of_sharded(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields a module and its submodules by path, but no submodules of sharded modules.
-
-    The paths begin with ``path``, that of the module itself.
-    """
+    """Yields a module and its submodules by path, but no submodules of sharded modules. The paths
+    begin with ``path``, that of the module itself."""
     yield path, module
     if not isinstance(module, ShardedModule):
         for name, child in module.named_children():
@@ -61,9 +59,6 @@ def copy_model(model: nn.Module, shared: Iterable[nn.Module] = ()) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-# -- restored ------------------------------------------------------------------------------------
-
-
 @contextmanager
 def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restores at its end what the model's forward changes in its dense part.
@@ -95,9 +90,6 @@ def without_a_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
             for tensor, saved, version in data:
                 if version is None or tensor._version != version:
                     tensor.detach().copy_(saved)
-
-
-# -- hooks and backward --------------------------------------------------------------------------
 
 
 def accumulation_hooks(parameter: Tensor) -> tuple[Node | None, list[Any]]:

@@ -31,10 +31,8 @@ _KNOWN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class Follower(TorchDispatchMode):
-    """A dispatch mode that records how each tensor depends on the batch.
-
-    ``names`` are those of the model's parameters and buffers, by ``id``.
-    """
+    """A dispatch mode that records how each tensor depends on the batch. ``names`` are those of the
+    model's parameters and buffers, by ``id``."""
 
     def __init__(self, sizes: Sizes, names: Mapping[int, str]) -> None:
         super().__init__()
@@ -48,10 +46,8 @@ class Follower(TorchDispatchMode):
         """The first refusal, with its place; kept because a model may catch the exception."""
 
     def know(self, tensor: Tensor, value: Value, *, is_input: bool = False) -> None:
-        """Records how a tensor without data depends on the batch; the batch's dim may be open.
-
-        The model must not write into an input.
-        """
+        """Records how a tensor without data depends on the batch; the batch's dim may be open. The
+        model must not write into an input."""
         if id(tensor) not in self._known:
             storage = tensor.untyped_storage()._cdata
             self._in_storage.setdefault(storage, []).append(id(tensor))
@@ -135,12 +131,9 @@ class Follower(TorchDispatchMode):
             base = base[:-1]  # of the in-place variant
         bound = {a.name: a.default_value for a in arguments if a.has_default_value()}
         bound |= {a.name: given for a, given in zip(arguments, args)} | kwargs
-        operands = [
-            Operand(name, leaf, self.value_of(leaf))
-            for name, given in bound.items()
-            for leaf in tree_leaves(given)
-            if isinstance(leaf, Tensor)
-        ]
+        leaves = [(name, leaf) for name, given in bound.items() for leaf in tree_leaves(given)]
+        tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
+        operands = [Operand(name, leaf, self.value_of(leaf)) for name, leaf in tensors]
         return Call(base, bound, operands, self.sizes)
 
     def _check(self, call: Call, func: Any) -> list[Operand]:
@@ -170,7 +163,6 @@ class Follower(TorchDispatchMode):
         return f"{self._names.get(id(tensor), 'a tensor from outside')}, once per micro-batch"
 
     def _note_views(self, call: Call, func: Any) -> None:
-        """Records outputs that share memory with a tensor of the model."""
         real = [op.tensor for op in call.operands if not isinstance(op.tensor, FakeTensor)]
         if real and any(returned.alias_info is not None for returned in func._schema.returns):
             for out in call.outputs:
@@ -203,10 +195,8 @@ class Follower(TorchDispatchMode):
                 if any(other.counted or other.feature for other in others):
                     raise UnprovedError("writes into a view of lengths, or of places in the batch")
                 if value != operand.value and others:
-                    raise UnprovedError(
-                        f"writes {value.kind.value} into a view of what is "
-                        f"{operand.value.kind.value}"
-                    )
+                    kinds = f"{value.kind.value} into a view of what is {operand.value.kind.value}"
+                    raise UnprovedError(f"writes {kinds}")
         if isinstance(tensor, FakeTensor):
             self.know(tensor, value)
         elif value.kind is not Kind.SAME:

@@ -86,7 +86,6 @@ class Guard:
         self.reason = self.reason or reason
 
     def _walk(self, members: Iterable[_Member]) -> None:
-        """Keeps values and all that they hold."""
         todo = [(path, value, False) for path, value in members]
         while todo:
             path, value, is_library = todo.pop()
@@ -108,7 +107,6 @@ class Guard:
         return [(path, member) for member in before]
 
     def _keep_hooks(self, path: str, owner: Any, name: str) -> None:
-        """Keeps a dictionary of hooks, and refuses hooks in it."""
         if self._keep(f"{path}.{name}", owner[name]):
             words = name.strip("_").removesuffix("s").replace("_", " ")
             self._refuse(f"a {words} on {path}: {_ADVICE}")
@@ -219,8 +217,6 @@ class Guard:
             members.append((variable, content))
         return members
 
-    # -- functions of the forward ----------------------------------------------------------------
-
     def enter(self, frame: FrameType) -> None:
         """Examines a user's function before it runs; one that may change its behaviour raises."""
         code = frame.f_code
@@ -279,8 +275,6 @@ class Guard:
         else:
             self._read(vars(value), attribute, f"{path}.{attribute}", attributes[1:])
 
-    # -- comparison ------------------------------------------------------------------------------
-
     def changed_containers(self) -> list[Kept]:
         """Lists the containers whose content differs."""
         watched = (*self._kept.values(), *self._given_kept)
@@ -292,10 +286,8 @@ class Guard:
             del self._kept[id(kept.place)]
 
     def changed(self, batch: Any = None) -> str | None:
-        """Describes the first change since the proof; ``None`` = no change.
-
-        The form of the next batch is compared too, if it is given.
-        """
+        """Describes the first change since the proof; ``None`` = no change. The form of the next
+        batch is compared too, if it is given."""
         try:
             return next(self._changes(batch), None)
         except Exception as error:  # any error of a comparison
@@ -344,9 +336,7 @@ class Guard:
 
     def again(self, batch: Any) -> Guard | None:
         """Makes a guard of the current model, which no proof belongs to, and of a batch's form.
-
-        ``None`` = the model's state cannot be read any more.
-        """
+        ``None`` = the model's state cannot be read any more."""
         try:
             made = Guard(self._model, self._modules, batch)
             for code, names in self._entered.values():

@@ -18,10 +18,8 @@ from torchrec_picasso.proof.values import SAME, SAMPLES, Kind, Sizes, UnprovedEr
 
 
 class Inputs:
-    """Makes values without data that have the structure of given values.
-
-    New symbols are added to ``sizes``, and the dependence of each tensor to ``follower``.
-    """
+    """Makes values without data that have the structure of given values. New symbols are added to
+    ``sizes``, and the dependence of each tensor to ``follower``."""
 
     def __init__(
         self, sizes: Sizes, follower: Follower, mode: FakeTensorMode, num_samples: int
@@ -34,9 +32,7 @@ class Inputs:
 
     def like(self, value: Any, path: str, *, has_graph: bool = False) -> Any:
         """Makes a value like a batch or an output; raises UnprovedError if that cannot be split.
-
-        With ``has_graph`` gradients run back to floats, and the model may write into them.
-        """
+        With ``has_graph`` gradients run back to floats, and the model may write into them."""
         if isinstance(value, Awaitable):
             value = value.wait()
         if isinstance(value, KeyedJaggedTensor):
@@ -44,10 +40,8 @@ class Inputs:
         if isinstance(value, JaggedTensor):
             shape = value.lengths().shape
             if shape != (self._num_samples,):
-                raise UnprovedError(
-                    f"{path} has lengths of shape {tuple(shape)}, and not of {self._num_samples} "
-                    "samples"
-                )
+                expected = f"{self._num_samples} samples"
+                raise UnprovedError(f"{path} has lengths of shape {tuple(shape)}, not {expected}")
             return self._jagged(path, value, value.values().size(0), has_graph)
         if isinstance(value, KeyedTensor):
             if value.key_dim() != 1:
@@ -72,17 +66,14 @@ class Inputs:
         if tensor.dim() == 0:
             return self._make(tensor, (), SAME, has_graph)
         if tensor.size(0) != self._num_samples:
-            raise UnprovedError(
-                f"{path} has shape {tuple(tensor.shape)}, and not {self._num_samples} samples in "
-                "dim 0"
-            )
+            shape, expected = tuple(tensor.shape), f"{self._num_samples} samples in dim 0"
+            raise UnprovedError(f"{path} has shape {shape}, and not {expected}")
         sizes = (self._samples, *tensor.shape[1:])
         return self._make(tensor, sizes, Value(Kind.ROWS, rows=SAMPLES), has_graph)
 
     def _make(
         self, like: Tensor, sizes: tuple[Any, ...], value: Value, has_graph: bool = False
     ) -> Tensor:
-        """Makes one tensor without data and records its dependence."""
         if type(like) not in (Tensor, nn.Parameter) or like.layout is not torch.strided:
             raise UnprovedError(f"holds a {type(like).__name__} of layout {like.layout}")
         if not has_graph and vars(like):
@@ -101,11 +92,7 @@ class Inputs:
         return made
 
     def _jagged(
-        self,
-        path: str,
-        like: JaggedTensor | KeyedJaggedTensor,
-        num_lookups: int,
-        has_graph: bool = False,
+        self, path: str, like: Any, num_lookups: int, has_graph: bool = False
     ) -> JaggedTensor:
         """Makes one feature's lookups, of a number of their own, and a length per sample."""
         count, rows = self._sizes.add(path, num_lookups), Value(Kind.ROWS, rows=path)
@@ -129,10 +116,8 @@ class Inputs:
         if not keys:
             raise UnprovedError(f"{path} has no features")
         # what to_dict() will return
-        features = {
-            key: self._jagged(f"{path}[{key!r}]", kjt, count)
-            for key, count in zip(keys, kjt.length_per_key())
-        }
+        pairs = zip(keys, kjt.length_per_key())
+        features = {key: self._jagged(f"{path}[{key!r}]", kjt, count) for key, count in pairs}
         # all features in one: entries whose order the rules do not follow
         total = self._sizes.add(f"all of {path}", kjt.values().size(0))
         packed = Value(Kind.LOOKUPS)

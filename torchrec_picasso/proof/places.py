@@ -12,9 +12,6 @@ from torchrec_picasso.proof.values import SAMPLES, Kind, UnprovedError, Value, p
 __all__: list[str] = []
 
 
-# -- views ---------------------------------------------------------------------------------------
-
-
 @rule("view _unsafe_view reshape _reshape_alias", numbers=True, linear=True, places=True)
 def view(call: Call) -> Value:
     """Reshapes; the batch must stay between the same neighbours in memory."""
@@ -102,9 +99,6 @@ def cat(call: Call) -> Value:
     return found
 
 
-# -- indices -------------------------------------------------------------------------------------
-
-
 @rule("embedding")
 def embedding(call: Call) -> Value:
     """Looks up rows of a table."""
@@ -183,9 +177,6 @@ def index_add(call: Call) -> Value:
     return plain(operand.value)
 
 
-# -- lookups of each sample ----------------------------------------------------------------------
-
-
 @rule("repeat_interleave", numbers=True)
 def repeat_interleave(call: Call) -> Value:
     """Repeats the position of each sample for its lookups."""
@@ -231,7 +222,6 @@ def to_jagged(call: Call) -> Sequence[Value]:
 
 
 def _feature_of(call: Call) -> str:
-    """Returns the one feature whose offsets a call has."""
     names = ("offset", "offsets", "x_offsets")
     places = [operand.value for operand in call.operands if operand.name in names]
     if len(places) != 1 or places[0].kind is not Kind.OFFSETS:

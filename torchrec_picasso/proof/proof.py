@@ -79,53 +79,65 @@ def prove(
         loss_reduction: How the losses are reduced over samples: "mean", "sum", or "ratio", with
             losses ``(numerators, denominators)`` that are both sums.
     """
-    named = (*module.named_parameters(), *module.named_buffers())
-    names = {id(tensor): name for name, tensor in named}
-    follower = Follower(Sizes(), names)
     try:
         guard = Guard(module, [known.module for known in given], batch)
     except Exception as error:  # any error of the user's attributes
         return Proof(f"the model's state cannot be read ({type(error).__name__}: {error})")
-
-    def refuse(reason: str) -> None:
-        follower.refuse(reason)
-        # Python drops a profile function that raises, and a model may catch that and go on
-        guard.examine_all()
-
-    def run() -> None:
-        nonlocal follower
-        sizes = Sizes()
-        follower = Follower(sizes, names)
-        mode = FakeTensorMode(shape_env=sizes.env, allow_non_fake_inputs=True)
-        mode.cache_enabled = False  # with symbols a hit costs more than it saves
-        inputs = Inputs(sizes, follower, mode, num_samples(batch))
-        made = inputs.like(batch, "batch")
-        before = _places_in(made)
-        for known in given:
-            known.give(inputs.like(known.output, known.name, has_graph=True))
-        # Modes from the outside in: enable gradients, decompose in Python, make tensors without
-        # data, follow operators, watch functions.
-        watch = Watch(refuse, guard.enter)
-        with torch.enable_grad(), enable_python_dispatcher(), mode, follower, watch:
-            result = module(made)
-        if _places_in(made) != before:
-            # the caller sees that, and a later epoch may read it; a micro-batch is a copy
-            raise UnprovedError("the model changes the containers of its batch")
-        _judge(result, loss_reduction, follower)
-        if follower.reason is not None:  # the model caught the error
-            raise UnprovedError(follower.reason)
-
+    forward = _Forward(module, batch, given, loss_reduction, guard)
     reason = guard.reason or why_disturbed()
     if reason is None:
         try:
             with _undisturbed():
-                _follow(run, guard, batch)
+                _follow(forward.run, guard, batch)
         except (UnprovedError, InputError) as unproved:
             reason = str(unproved)
         except Exception as error:  # any error of a model without data
             reason = f"the model cannot run without data ({type(error).__name__}: {error})"[:400]
+    follower = forward.follower
     # without a proof a guard is still useful: a change of the model allows another attempt
     return Proof(follower.reason or reason, guard, follower.num_operators)
+
+
+class _Forward:
+    """A forward without data, with the arguments of :func:`prove`; it may run again."""
+
+    def __init__(
+        self, module: nn.Module, batch: Any, given: Sequence[Given], reduction: str, guard: Guard
+    ) -> None:
+        self._module, self._batch, self._given = module, batch, given
+        self._reduction, self._guard = reduction, guard
+        named = (*module.named_parameters(), *module.named_buffers())
+        self._names = {id(tensor): name for name, tensor in named}
+        self.follower = Follower(Sizes(), self._names)
+        """The follower of the last run."""
+
+    def _refuse(self, reason: str) -> None:
+        self.follower.refuse(reason)
+        # Python drops a profile function that raises, and a model may catch that and go on
+        self._guard.examine_all()
+
+    def run(self) -> None:
+        """Raises UnprovedError if the forward cannot be followed, or is no proof."""
+        sizes = Sizes()
+        follower = self.follower = Follower(sizes, self._names)
+        mode = FakeTensorMode(shape_env=sizes.env, allow_non_fake_inputs=True)
+        mode.cache_enabled = False  # with symbols a hit costs more than it saves
+        inputs = Inputs(sizes, follower, mode, num_samples(self._batch))
+        made = inputs.like(self._batch, "batch")
+        before = _places_in(made)
+        for known in self._given:
+            known.give(inputs.like(known.output, known.name, has_graph=True))
+        # Modes from the outside in: enable gradients, decompose in Python, make tensors without
+        # data, follow operators, watch functions.
+        watch = Watch(self._refuse, self._guard.enter)
+        with torch.enable_grad(), enable_python_dispatcher(), mode, follower, watch:
+            result = self._module(made)
+        if _places_in(made) != before:
+            # the caller sees that, and a later epoch may read it; a micro-batch is a copy
+            raise UnprovedError("the model changes the containers of its batch")
+        _judge(result, self._reduction, follower)
+        if follower.reason is not None:  # the model caught the error
+            raise UnprovedError(follower.reason)
 
 
 def _places_in(value: Any) -> Any:
@@ -178,9 +190,8 @@ def _undisturbed() -> Iterator[None]:
             before, state = random_states(), torch.get_rng_state()
             yield
             if random_states() != before or not torch.equal(torch.get_rng_state(), state):
-                raise UnprovedError(
-                    "the model draws random numbers, or seeds them, once per micro-batch"
-                )
+                what = "draws random numbers, or seeds them, once per micro-batch"
+                raise UnprovedError(f"the model {what}")
     finally:
         torch.set_autocast_cache_enabled(was_cached)
         if was_enabled:

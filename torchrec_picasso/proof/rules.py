@@ -29,9 +29,6 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _SUMS = ("add", "sub", "rsub", "copy", "neg", *_COPIES)
 
 
-# -- elementwise ---------------------------------------------------------------------------------
-
-
 @rule(
     "pointwise _to_copy detach alias lift_fresh lift_fresh_copy copy prelu _prelu_kernel "
     "floor_divide masked_fill where",
@@ -107,9 +104,8 @@ def _divided(call: Call, divided: Operand) -> Value:
         return Value(divided.value.kind)
     if divided.value.kind is Kind.SUM and call.sizes.times(divisor, SAMPLES) is not None:
         return Value(Kind.MEAN)
-    raise UnprovedError(
-        f"divides {divided.value.kind.value} by another number than that of samples"
-    )
+    kind = divided.value.kind.value
+    raise UnprovedError(f"divides {kind} by another number than that of samples")
 
 
 @rule("fill zero", partial=True, places=True)
@@ -131,9 +127,6 @@ def dropout(call: Call) -> Value:
     if any(operand.is_same for operand in call.operands):
         raise UnprovedError("draws random numbers that samples share, others in each micro-batch")
     return call.aligned(call.operands)
-
-
-# -- constants -----------------------------------------------------------------------------------
 
 
 @rule(
@@ -163,9 +156,6 @@ def arange(call: Call) -> Value:
     if not is_plain or found is None or found[1] != 1 or call.outputs[0].is_floating_point():
         raise UnprovedError("counts along the batch")
     return Value(Kind.ROWS, rows=found[0], counted=found[0], is_own=True)
-
-
-# -- along dims ----------------------------------------------------------------------------------
 
 
 @rule("sum mean", linear=True)
@@ -206,8 +196,6 @@ def along(call: Call) -> Value:
         raise UnprovedError("computes over the batch: its samples change what others give")
     return plain(operand.value)
 
-
-# -- products and layers -------------------------------------------------------------------------
 
 _FACTORS = {
     "mm": {"self": "mk", "mat2": "kn"},

@@ -117,8 +117,7 @@ class Sizes:
             hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, positive=None
         )
         self.env.var_to_range[symbol] = ValueRanges(_LEAST, int_oo)
-        found = self.env.create_symintnode(symbol, hint=hint, source=source)
-        assert isinstance(found, torch.SymInt)
+        found: Any = self.env.create_symintnode(symbol, hint=hint, source=source)
         self._counts[rows], self._names[symbol] = found, rows
         return found
 
@@ -168,8 +167,6 @@ class Sizes:
         is_first = value.kind is Kind.ROWS and value.dim == 0 and not value.counted
         return is_first and value.outer == 1 and self.inner(tensor, value) == 1
 
-    # -- equal numbers of rows -----------------------------------------------------------------
-
     def _root(self, rows: str) -> str:
         """The representative of all row names with an equal count."""
         while rows in self._same_as:
@@ -199,10 +196,8 @@ class Sizes:
         return None
 
     def assumption(self, start: int = 0) -> str | None:
-        """Describes an assumption of PyTorch's other than an equality; ``None`` = none.
-
-        Equalities are recorded as needed. Guards before ``start`` are skipped.
-        """
+        """Describes an assumption of PyTorch's other than an equality; ``None`` = none. Equalities
+        are recorded as needed. Guards before ``start`` are skipped."""
         for guard in self.env.guards[start:]:
             one, other = (self._names.get(side) for side in _equal_sides(guard.expr))
             if one is None or other is None:

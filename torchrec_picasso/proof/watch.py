@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from torchrec_picasso.proof.values import UnprovedError, is_symbolic
 
-# -- whose code ----------------------------------------------------------------------------------
-
 _TRUSTED = frozenset(
     (
         *("torch", "torchrec", "torchrec_picasso", "fbgemm_gpu", "tensordict"),
@@ -84,8 +82,6 @@ def current_line() -> str:
     own = (_line_of(frame) for frame in frames if is_users(frame.f_code, frame.f_globals))
     return next(own, "the model")
 
-
-# -- what a function does, by its bytecode -------------------------------------------------------
 
 _FORBIDDEN = {
     getattr(builtins, name)
@@ -166,8 +162,6 @@ def globals_in(code: CodeType) -> Iterator[tuple[str, list[str]]]:
             yield instruction.argval, [each.argval for each in chain]
 
 
-# -- what it calls -------------------------------------------------------------------------------
-
 _REFUSED = {
     name: reason
     for reason, names in {
@@ -241,9 +235,8 @@ class Watch(TorchFunctionMode):
             if is_set or name == "__get__":  # of an attribute
                 name = func.__self__.__name__
             if func is Tensor.__len__ and is_symbolic(args[0].shape[0]):
-                self._complain(
-                    f"{current_line()} takes len() of the batch, a plain number; use .shape[0]"
-                )
+                advice = "takes len() of the batch, a plain number; use .shape[0]"
+                self._complain(f"{current_line()} {advice}")
             reason = _REFUSED.get("set_" if is_set and name == "requires_grad" else name)
             if reason is not None:
                 self._complain(f"{current_line()} calls .{name}, which {reason}")
@@ -252,10 +245,8 @@ class Watch(TorchFunctionMode):
             sys.setprofile(self._see)
 
     def _see(self, frame: FrameType, event: str, given: Any) -> None:
-        """The profile function: Python calls it at every call of a function.
-
-        Python drops it after any error, which the model may catch, so every error is a refusal.
-        """
+        """The profile function: Python calls it at every call of a function. Python drops it after
+        any error, which the model may catch, so every error is a refusal."""
         try:
             if event == "call":
                 self._see_call(frame)

@@ -38,10 +38,8 @@ class BatchGradients:
         self._packs_left = set(range(len(layout.packs)))
 
     def add(self, micro_batch: int, grads_M: Sequence[Tensor], module: int = 0) -> None:
-        """Adds the gradients of a micro-batch's rows, ``(n, D_m)`` by matrix of the module.
-
-        With one micro-batch they are the sums.
-        """
+        """Adds the gradients of a micro-batch's rows, ``(n, D_m)`` by matrix of the module. With
+        one micro-batch they are the sums."""
         matrices = self._group.plan.modules[module]
         if len(self._layout.sizes_K) == 1:  # gradients are in request order
             for matrix, grads in zip(matrices, grads_M):
@@ -56,10 +54,8 @@ class BatchGradients:
             pooling.add_gradients(sums, grads)
 
     def send(self, chunk: int, wave: int | None = None) -> None:
-        """Starts sending the gradients of a chunk to the home ranks. Collective.
-
-        Requires that every micro-batch that uses the chunk's rows has run backward.
-        """
+        """Starts sending the gradients of a chunk to the home ranks. Collective. Requires that
+        every micro-batch that uses the chunk's rows has run backward."""
         packs, grads_P = self._in_wave(wave)
         if not packs:
             return
@@ -74,10 +70,8 @@ class BatchGradients:
             )
             for pack, grads_mD in zip(packs, grads_P)
         ]
-        ranks = self._group.ranks
-        self._pend(
-            wave, PackedAllToAll(ranks, payloads, self._layout.most_asked, ranks.gradient_codec)
-        )
+        ranks, most_asked = self._group.ranks, self._layout.most_asked
+        self._pend(wave, PackedAllToAll(ranks, payloads, most_asked, ranks.gradient_codec))
 
     def reduce_hot(self, wave: int | None = None) -> None:
         """Starts summing the gradients of touched replicas over all ranks. Collective."""
@@ -106,12 +100,12 @@ class BatchGradients:
 
     def _sums_of(self, pack: PackLayout) -> Tensor:
         """Returns the sums of the pack's matrix; zeros if no micro-batch ran backward."""
-        sums = self._sums_M[pack.matrix]
+        matrix, group = pack.matrix, self._group
+        sums = self._sums_M[matrix]
         if sums is None:
-            shape = self._layout.num_rows_M[pack.matrix], self._group.plan.dim_M[pack.matrix]
-            sums = self._sums_M[pack.matrix] = torch.zeros(
-                shape, dtype=torch.float32, device=self._group.device
-            )
+            shape = self._layout.num_rows_M[matrix], group.plan.dim_M[matrix]
+            sums = torch.zeros(shape, dtype=torch.float32, device=group.device)
+            self._sums_M[matrix] = sums
         return sums
 
     def arrived(self, p: int) -> tuple[IncomingRequests, TouchedHot, Tensor]:

@@ -50,19 +50,21 @@ class BatchRows:
 
     def looked_up(self, storage: RowStorage) -> Tensor:
         """Returns the home rows of a pack on this rank that any rank's batch looks up, hot or cold.
-
-        Distinct, ascending, int64, shape ``(n,)``. One host sync on CUDA.
-        """
+        Distinct, ascending, int64, shape ``(n,)``. One host sync on CUDA."""
         pack = self.layout.packs[self.group.storages.index(storage)]
         rows = [pack.requests.home_row_numbers_n.to(torch.int64), pack.touched.own_rows_o]
         return torch.cat(rows).unique()
 
-    def fetch(self, chunk: int | None = None, wave: int | None = None) -> None:
-        """Starts fetching the dirty rows of a chunk; ``None`` = all clean rows. Collective."""
-        exchange = CLEAN if chunk is None else dirty_exchange(chunk)
-        packs: Sequence[int] = self.group.plan.packs_of(wave)
-        if chunk is None:
-            packs = [p for p in packs if self.layout.packs[p].requests.sends_rows]
+    def fetch_clean(self) -> None:
+        """Starts fetching all clean rows; bags are never clean. Collective."""
+        packs = self.group.plan.packs_of(None)
+        self._fetch(CLEAN, [p for p in packs if self.layout.packs[p].requests.sends_rows])
+
+    def fetch_dirty(self, chunk: int, wave: int | None = None) -> None:
+        """Starts fetching the dirty rows of a chunk. Collective."""
+        self._fetch(dirty_exchange(chunk), self.group.plan.packs_of(wave))
+
+    def _fetch(self, exchange: int, packs: Sequence[int]) -> None:
         if not packs:
             return
         ranks, matrices_M = self.group.ranks, self._matrices.tensors
@@ -74,14 +76,9 @@ class BatchRows:
                 pack, storage = self.layout.packs[p], self.group.storages[p]
                 sent, received = pack.requests.served_by_fetch, pack.wanted_by_fetch
                 into = matrices_M[pack.matrix][pack.cold_slice][received.slice_of(exchange)]
-                payloads.append(
-                    Payload(
-                        pack.requests.read(storage, exchange),
-                        sent.counts_EW[exchange],
-                        into,
-                        received.counts_EW[exchange],
-                    )
-                )
+                sent_W, received_W = sent.counts_EW[exchange], received.counts_EW[exchange]
+                rows = pack.requests.read(storage, exchange)
+                payloads.append(Payload(rows, sent_W, into, received_W))
             pending = PackedAllToAll(ranks, payloads, self.layout.most_asked, ranks.row_codec)
         self._arrivals.append((exchange, set(packs), pending))
 
@@ -89,10 +86,9 @@ class BatchRows:
         """Reads the replicas of this batch's hot rows into its matrices."""
         with torch.no_grad():
             for storage, pack in zip(self.group.storages, self.layout.packs):
-                if not pack.hot_slots.numel():
-                    continue
-                rows = self._matrices.tensors[pack.matrix][pack.hot_slice]
-                storage.gather_hot(pack.hot_slots, out_hD=rows)
+                if pack.hot_slots.numel():
+                    rows = self._matrices.tensors[pack.matrix][pack.hot_slice]
+                    storage.gather_hot(pack.hot_slots, out_hD=rows)
 
     def fetch_again(self) -> None:
         """Fetches all rows again after a write to home rows of any rank. Collective."""
@@ -101,8 +97,9 @@ class BatchRows:
             pending.wait()
         self._arrivals.clear()
         self.group.apply_writes()
-        for chunk in (None, *range(len(self.layout.sizes_K))):
-            self.fetch(chunk)
+        self.fetch_clean()
+        for chunk in range(len(self.layout.sizes_K)):
+            self.fetch_dirty(chunk)
         self.read_hot()
 
     def acquire(
@@ -169,10 +166,8 @@ class MicroBatchRows:
 
     @property
     def features(self) -> KeyedJaggedTensor:
-        """Features of a sequence module's micro-batch, in the order of its tables.
-
-        Lengths are known on the host; the module has one matrix.
-        """
+        """Features of a sequence module's micro-batch, in the order of its tables. Lengths are
+        known on the host; the module has one matrix."""
         layout, k = self.batch_rows.layout, self.micro_batch
         sizes_K = [size for size in layout.sizes_K if size is not None]
         assert sizes_K, "sequences have one batch size"
@@ -195,9 +190,7 @@ class MicroBatchRows:
 
     def arrive(self) -> Iterator[Tensor]:
         """Waits for the chunks that the micro-batch needs; yields the rows of one matrix at a time.
-
-        Shape ``(U_m, D_m)``; dirty rows of later chunks are not filled yet.
-        """
+        Shape ``(U_m, D_m)``; dirty rows of later chunks are not filled yet."""
         rows, plan = self.batch_rows, self.batch_rows.group.plan
         for matrix in plan.modules[self.module]:
             packs = plan.matrices[matrix]

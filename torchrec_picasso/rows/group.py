@@ -7,8 +7,6 @@ On the CPU a new matrix of some megabytes is new memory, and the first write to 
 page fault: 20 of 350 ms for the rows and gradients of a Criteo step (three matrices of 22,900 rows
 of D=128). Matrices are therefore reused from step to step. An accelerator's allocator reuses memory
 by itself.
-
-Shape letters: M matrices, D dim.
 """
 
 from __future__ import annotations
@@ -66,17 +64,13 @@ class RowGroup:
         self._merged: Sequence[RowGroup] = ()
         # Number of features by module and route, in the order of the module's features.
         features = Counter((t.module, t.route) for t in tables for _ in t.feature_names)
-        self._nums_by_module = [
-            [features[module, route.name] for route in self.routes]
-            for module in range(len(self.plan.modules))
-        ]
+        names, modules = [route.name for route in self.routes], range(len(self.plan.modules))
+        self._nums_by_module = [[features[module, name] for name in names] for module in modules]
 
     @staticmethod
     def merged(groups: Sequence[RowGroup]) -> RowGroup:
-        """Merges the groups of several modules into one exchange, over the same storages.
-
-        One group per module, none of them staggered, all with equal ranks and wire precision.
-        """
+        """Merges the groups of several modules into one exchange, over the same storages. One group
+        per module, none of them staggered, all with equal ranks and wire precision."""
         if len(groups) == 1:
             return groups[0]
         assert not any(group.is_staggered for group in groups), "waves are of one module"
@@ -151,9 +145,8 @@ class RowGroup:
         # Each module has the features of the first route, then those of the next; the group needs
         # the features of the first route of all modules first.
         split = [f.split(nums) for f, nums in zip(features_by_module, self._nums_by_module)]
-        return KeyedJaggedTensor.concat(
-            [own for same_route in zip(*split) for own in same_route if own.keys()]
-        )
+        by_route = [own for same_route in zip(*split) for own in same_route if own.keys()]
+        return KeyedJaggedTensor.concat(by_route)
 
     def was_written(self) -> bool:
         """Whether rows on this rank were written from outside since :meth:`apply_writes`."""
@@ -220,9 +213,7 @@ class RowBuffers:
 
 class Matrices:
     """A buffer of rows, or of gradients, for each entry of a list of matrices of a batch.
-
-    ``buffers_M`` allocates them, with ``num_rows_M`` rows each.
-    """
+    ``buffers_M`` allocates them, with ``num_rows_M`` rows each."""
 
     def __init__(self, buffers_M: Sequence[RowBuffers], num_rows_M: Sequence[int]) -> None:
         self._buffers_M = buffers_M

@@ -32,14 +32,14 @@ Swaps = tuple[Tensor, Tensor]
 """Slots that become free, and positions of the candidates that enter, int64, both ``(s,)``."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Census:
     """Access counts of the rows of one pack, equal on all ranks."""
 
     hot_uses_H: Tensor
     """Access counts of the hot rows by slot, float32."""
     candidate_ids_C: Tensor
-    """Packed ids of the most used cold rows of each home rank, int64."""
+    """Linear ids of the most used cold rows of each home rank, int64."""
     candidate_uses_C: Tensor
     """Access counts of the candidates, float32."""
 
@@ -58,11 +58,8 @@ class SavedUses:
 
 
 class CountedRoute:
-    """The hot rows of one route, and the access counts that they are chosen by.
-
-    ``uses_P`` are this rank's counts of its packs: those that have hot rows, and cold rows to
-    choose from.
-    """
+    """The hot rows of one route, and the access counts that they are chosen by. ``uses_P`` are this
+    rank's counts of its packs: those that have hot rows, and cold rows to choose from."""
 
     def __init__(self, route: Route) -> None:
         self.route = route
@@ -78,9 +75,7 @@ class CountedRoute:
         number of rows that entered, and their bytes, weights and optimizer state.
         """
         # largest number of rows of each pack that one evaluation may replace
-        most_P = [
-            max(1, int(policy.most_moved * storage.num_hot_rows)) for storage in self._storages
-        ]
+        most_P = [max(1, int(policy.most_moved * s.num_hot_rows)) for s in self._storages]
         census_P = self._take_census(most_P)
         swaps_P = [
             choose_swaps(census, num_batches=num_batches, deviations=policy.deviations, most=most)
@@ -89,10 +84,8 @@ class CountedRoute:
         moved_P = [leaving_s.numel() for leaving_s, _ in swaps_P]
         if any(moved_P):
             self._change(census_P, swaps_P)
-        row_bytes_P = [
-            sum(rows.replicas[:1].nbytes for rows in storage.tables.per_row())
-            for storage in self._storages
-        ]
+        tensors_P = [storage.tables.per_row() for storage in self._storages]
+        row_bytes_P = [sum(rows.replicas[:1].nbytes for rows in tensors) for tensors in tensors_P]
         return sum(moved_P), sum(moved * size for moved, size in zip(moved_P, row_bytes_P))
 
     def collect(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -104,11 +97,8 @@ class CountedRoute:
         uses_n = torch.cat([uses for c in census_P for uses in (c.hot_uses_H, c.candidate_uses_C)])
         ids_n, order_n = ids_n.cpu().sort()
         uses_n = uses_n.cpu()[order_n]
-        return {
-            table.name: (rows_n, uses_n[where].clone())
-            for table, where, rows_n in self._by_table(ids_n)
-            if len(rows_n)
-        }
+        by_table = [found for found in self._by_table(ids_n) if len(found[2])]
+        return {table.name: (rows_n, uses_n[at].clone()) for table, at, rows_n in by_table}
 
     def give(self, uses_by_table: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Sets the counts from those of any tables, as by :meth:`collect`; unknown tables and rows
@@ -130,10 +120,8 @@ class CountedRoute:
             uses.homes_n[row_c[is_here_c]] = uses_n[~is_hot_n][is_here_c]
 
     def _take_census(self, most_P: Sequence[int]) -> list[Census]:
-        """Collects counts from all ranks. Collective: one all-reduce, one all-gather.
-
-        ``most_P`` is the largest number of candidates of a rank for each pack.
-        """
+        """Collects counts from all ranks. Collective: one all-reduce, one all-gather. ``most_P`` is
+        the largest number of candidates of a rank for each pack."""
         sums = torch.cat([uses.replicas_h for uses in self.uses_P])
         wait_for(self.route.ranks.start_sum(sums))
         # (2, C) of this rank for each pack, side by side: one gather for all packs of the module
@@ -145,24 +133,18 @@ class CountedRoute:
         # found: ids and counts of one pack; the last candidates of a rank may be padding (-1)
         for hot_H, found in zip(hot_P, gathered.split(list(most_P), dim=2)):
             ids_C, uses_C = found.reshape(2, -1).unbind()
-            is_row_C = ids_C >= 0
-            census.append(
-                Census(
-                    hot_uses_H=hot_H,
-                    candidate_ids_C=ids_C[is_row_C].to(torch.int64),
-                    candidate_uses_C=uses_C[is_row_C].to(torch.float32),
-                )
-            )
+            ids_C, uses_C = ids_C[ids_C >= 0].to(torch.int64), uses_C[ids_C >= 0].float()
+            census.append(Census(hot_H, ids_C, uses_C))
         return census
 
     def _most_used(self, pack: int, uses_n: Tensor, most: int) -> Tensor:
-        """Selects this rank's most used home rows: packed ids and access counts, float64, exact to
+        """Selects this rank's most used home rows: linear ids and access counts, float64, exact to
         2^53, ``(2, most)``, padded with id -1."""
         space = self.route.space
         named = torch.full((2, most), -1.0, dtype=torch.float64, device=uses_n.device)
         uses_c, rows_c = uses_n.topk(min(most, uses_n.numel()))
         rows_c = rows_c[uses_c > 0]
-        # a block is one table's rows on this rank; packed id + shift = row in the pack's storage
+        # a block is one table's rows on this rank; linear id + shift = row in the pack's storage
         here = (space.block_pack_TW == pack) & (space.block_rank_TW == self.route.ranks.rank)
         start_b, shift_b = space.block_start_TW[here], space.block_shift_TW[here]
         block_c = torch.searchsorted(start_b + shift_b, rows_c, right=True).sub_(1)
@@ -174,7 +156,7 @@ class CountedRoute:
         """Replaces hot rows of the packs by their census and swaps. Collective."""
         route, ids_P, old_slot_P = self.route, self.route.hot_ids_by_pack(), []
         each_pack = list(zip(self._packs, self._storages, self.uses_P))
-        # Slots are in the order of packed ids, so most replicas of a changed pack move.
+        # Slots are in the order of linear ids, so most replicas of a changed pack move.
         for (pack, storage, uses), census, swaps in zip(each_pack, census_P, swaps_P):
             leaving_s, entering_s = swaps
             # the home rank of a leaving row continues from its count, which all ranks know

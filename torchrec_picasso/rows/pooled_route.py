@@ -111,19 +111,14 @@ class PooledRoute(Route):
         # A host sync for the lookups of each feature; from these those by pack and home rank.
         lookups_F = features.length_per_key()
         remaining = iter(lookups_F)
-        lookups_AW = [
-            [sum(islice(remaining, num_features)) for num_features in features_W]
-            for features_W in self.features_by_home
-        ]
+        nums_AW = self.features_by_home
+        lookups_AW = [[sum(islice(remaining, num)) for num in nums_W] for nums_W in nums_AW]
         lookups_A = list(map(sum, lookups_AW))
         # Row of the table plus the table's first row in the home rank's storage, shape (N,); rows
         # outside their table are 0.
+        counts_F = torch.tensor(lookups_F).to(values_N.device, non_blocking=True)
         rows_N, outside_ids = shift_rows(
-            values_N,
-            torch.tensor(lookups_F).to(values_N.device, non_blocking=True),
-            self.first_rows,
-            self.space.feature_rows_F,
-            torch.int64,
+            values_N, counts_F, self.first_rows, self.space.feature_rows_F, torch.int64
         )
         lengths_A = features.lengths().split(
             [sum(sizes) * num_features for num_features in self.plan.features_M]
@@ -179,10 +174,8 @@ class _Request(RouteRequest):
                 bits = self.weights_A[p].contiguous().view(torch.int32)
                 vectors.append((bits, lookups_W, incoming_W))
             own = [
-                Payload(
-                    sent.to(dtype), sent_W, sent.new_empty(sum(received_W), dtype=dtype), received_W
-                )
-                for sent, sent_W, received_W in vectors
+                Payload(sent.to(dtype), sent_W, sent.new_empty(sum(got_W), dtype=dtype), got_W)
+                for sent, sent_W, got_W in vectors
             ]
             self._received_A.append([payload.received for payload in own])
             payloads += own
@@ -233,13 +226,10 @@ class _Request(RouteRequest):
         *_, first, end = accumulate(self.route.features_by_home[p][: rank + 1], initial=0)
         num_features = end - first
         # From (rank, feature, sample) order to (micro-batch, rank, sample, feature) order.
+        order_S = self.route.incoming_order(num_features, self._samples_WK, self.route.device)
+        source_N = torch.arange(rows.numel(), device=rows.device) if weight_bits else None
         home_row_numbers_n, ordered = reorder_bags(
-            rows.to(torch.int64),
-            lengths,
-            keep_for_current_stream(
-                self.route.incoming_order(num_features, self._samples_WK, self.route.device)
-            ),
-            torch.arange(rows.numel(), device=rows.device) if weight_bits else None,
+            rows.to(torch.int64), lengths, keep_for_current_stream(order_S), source_N
         )
         weights_N = None
         if weight_bits:
@@ -247,14 +237,12 @@ class _Request(RouteRequest):
             given_N = weight_bits[0].to(torch.int32).view(torch.float32)
             weights_N = given_N.index_select(0, ordered.source_N)
         # Bags by micro-batch and rank; zip transposes the samples from (W, K) to (K, W).
-        counts_KW = [
-            [size * num_features for size in sizes_W] for sizes_W in zip(*self._samples_WK)
-        ]
+        samples_KW = zip(*self._samples_WK)
+        counts_KW = [[size * num_features for size in sizes_W] for sizes_W in samples_KW]
         served_by_fetch = all_dirty(counts_KW)
         mean_scale_S = None
         if mean_F is not None:
-            # One flag per bag: the features of this home rank, repeated for each sample of all
-            # ranks.
+            # A flag per bag: the features of this home rank, repeated for each rank's samples.
             mean_S = mean_F[first:end].repeat(sum(map(sum, self._samples_WK)))
             if weights_N is None:
                 mean_scale_S = mean_scale(torch.diff(ordered.offsets_S1).float(), mean_S)
@@ -278,10 +266,8 @@ class _Request(RouteRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class _IncomingBags(IncomingRequests):
-    """Incoming requests for pooled bags, ordered by micro-batch, rank, sample and feature.
-
-    There is a home row per lookup, int64.
-    """
+    """Incoming requests for pooled bags, ordered by micro-batch, rank, sample and feature. There is
+    a home row per lookup, int64."""
 
     sends_rows = False
 
@@ -296,9 +282,7 @@ class _IncomingBags(IncomingRequests):
 
     @staticmethod
     def joined(batches: Sequence[_IncomingBags]) -> _IncomingBags:
-        starts = accumulate(
-            (incoming.home_row_numbers_n.numel() for incoming in batches), initial=0
-        )
+        starts = accumulate((own.home_row_numbers_n.numel() for own in batches), initial=0)
         # Shift each batch's offsets by the lookups before it and drop its end, which is the next
         # batch's start; the end of the last batch is appended below.
         offsets = [incoming.offsets_S1[:-1] + start for incoming, start in zip(batches, starts)]
@@ -318,13 +302,10 @@ class _IncomingBags(IncomingRequests):
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
         bags = self.served_by_fetch.slice_of(exchange)
         lookups = slice(*self.lookups_E1[exchange:][:2])
-        # One exchange is a slice of bags and a slice of lookups; offsets count from its first
-        # lookup.
-        sums_SD = storage.pool(
-            self.home_row_numbers_n[lookups],
-            self.offsets_S1[bags.start : bags.stop + 1] - lookups.start,
-            None if self.weights_N is None else self.weights_N[lookups],
-        )
+        # An exchange is a slice of bags and of lookups; offsets count from its first lookup.
+        offsets_S1 = self.offsets_S1[bags.start : bags.stop + 1] - lookups.start
+        weights_N = None if self.weights_N is None else self.weights_N[lookups]
+        sums_SD = storage.pool(self.home_row_numbers_n[lookups], offsets_S1, weights_N)
         return self._scaled(sums_SD, bags)
 
     def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
@@ -336,11 +317,8 @@ class _IncomingBags(IncomingRequests):
 
     def _scaled(self, sums_SD: Tensor, bags: slice) -> Tensor:
         """Converts the sums of some bags to averages, in place."""
-        return (
-            sums_SD
-            if self.mean_scale_S is None
-            else sums_SD.mul_(self.mean_scale_S[bags].unsqueeze(1))
-        )
+        scale_S = self.mean_scale_S
+        return sums_SD if scale_S is None else sums_SD.mul_(scale_S[bags].unsqueeze(1))
 
 
 @dataclass(frozen=True, kw_only=True)

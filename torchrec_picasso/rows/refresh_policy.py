@@ -1,4 +1,4 @@
-"""When a hot set is looked at again, and how readily it changes."""
+"""When a hot set is evaluated again, and how readily it changes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Refresh:
     """How hot rows follow what is looked up.
 
     The number of hot rows stays the plan's; which they are changes. A row enters where it was used
-    more than a hot one, by more than chance, and that one leaves. A use is a batch of one rank that
-    looks the row up, however often in it.
+    more than a hot one, by more than chance, and that one leaves. A use is an access: a batch of
+    one rank that looks the row up, however often in it.
 
     Args:
-        every_steps: Steps between two looks, at least 1.
+        every_steps: Steps between two evaluations, at least 1.
         half_life_steps: Steps after which a use counts half; ``None`` = ``every_steps``.
         deviations: Standard deviations by which the entering row's uses must exceed the leaving
             one's, so that rows used alike do not keep changing places.
         most_moved: Largest part of the hot rows that changes at once, above 0.
         check_steps: Steps between two checks of the coverage; ``None`` = no check.
-        coverage_kept: Looks ahead of time, after half of ``every_steps`` at the soonest, when a
-            check finds less than this part of the coverage that was there after the last looks.
+        coverage_kept: Part of the coverage after the last evaluation below which a check starts the
+            next one ahead of time, after half of ``every_steps`` at the soonest.
 
     Raises:
         ConfigError: If a number is out of range; names every such number.

@@ -43,10 +43,8 @@ class Refreshed:
 
 
 class Refresher:
-    """Counts the accesses to some tables' rows, and refreshes their hot sets.
-
-    There is one group per module; all are over the same ranks.
-    """
+    """Counts the accesses to some tables' rows, and refreshes their hot sets. There is one group
+    per module; all are over the same ranks."""
 
     def __init__(self, groups: Sequence[RowGroup], policy: Refresh) -> None:
         self.policy = policy
@@ -106,9 +104,7 @@ class Refresher:
 
     def _evaluate(self, coverage: float, home_uses_W: tuple[int, ...]) -> Refreshed:
         """Evaluates the hot sets now, and changes them where counts justify it. Collective.
-
-        ``coverage`` and ``home_uses_W`` are those since the last evaluation or check.
-        """
+        ``coverage`` and ``home_uses_W`` are those since the last evaluation or check."""
         self._rescale()
         moved = [each.refresh(self.policy, self._num_batches) for each in self._counted]
         num_moved, moved_bytes = map(sum, zip(*moved))
@@ -128,20 +124,16 @@ class Refresher:
     def _coverage(self) -> tuple[float, tuple[int, ...]]:
         """Share of accesses to hot rows, and accesses by home rank. Collective."""
         route = self._counted[0].route
-        num_hot, num_cold = (
-            sum(u.num_hot for u in self._uses),
-            sum(u.num_cold for u in self._uses),
-        )
-        sent = torch.tensor([num_hot, num_cold], device=route.device)
+        own = [sum(u.num_hot for u in self._uses), sum(u.num_cold for u in self._uses)]
+        sent = torch.tensor(own, device=route.device)
         hot_W, cold_W = route.ranks.gather(sent).t().tolist()
         total = sum(hot_W) + sum(cold_W)
         return (sum(hot_W) / total if total else 0.0), tuple(cold_W)
 
     def _decay(self) -> None:
         """Decays all counts, so that later steps weigh more."""
-        self._num_batches = (
-            self._num_batches * self.policy.fading + self._counted[0].route.ranks.size
-        )
+        num_ranks = self._counted[0].route.ranks.size
+        self._num_batches = self._num_batches * self.policy.fading + num_ranks
         for uses in self._uses:
             uses.fade(self.policy.fading)
 
@@ -151,6 +143,5 @@ class Refresher:
             uses.settle()
 
     def _begin_window(self) -> None:
-        """Restarts the counts that coverage is measured from."""
         for uses in self._uses:
             uses.begin_window()

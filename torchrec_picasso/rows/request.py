@@ -24,7 +24,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.header import Header, HeaderExchange, HeaderWords
-from torchrec_picasso.exchange.packed import PackedAllToAll
+from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
 from torchrec_picasso.ops.id_reader import PreparedIds
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.route import PackLayout, Pooling
@@ -122,10 +122,8 @@ class RowRequest:
         features_of = [features]
         if len(group.routes) > 1:
             features_of = features.split([sum(route.plan.features_M) for route in group.routes])
-        self.by_route = [
-            route.read(own, self._sizes_K, prepared)
-            for route, own in zip(group.routes, features_of)
-        ]
+        pairs = zip(group.routes, features_of)
+        self.by_route = [route.read(own, self._sizes_K, prepared) for route, own in pairs]
         self.words = HeaderWords(
             routes=[request.words for request in self.by_route],
             outside_ids=reduce(add, [request.outside_ids for request in self.by_route]),
@@ -154,12 +152,9 @@ class RowRequest:
         if not header.any_data:
             return False
         raise_on_bad_input(header, group.tables, self.features, self._validated, group.ranks.rank)
-        pairs = zip(self.by_route, header.routes)
-        payloads = [
-            p
-            for request, words in pairs
-            for p in request.row_number_payloads(words, group.row_dtype)
-        ]
+        payloads: list[Payload] = []
+        for request, words in zip(self.by_route, header.routes):
+            payloads += request.row_number_payloads(words, group.row_dtype)
         self._row_numbers = PackedAllToAll(group.ranks, payloads, header.most_asked)
         return True
 
@@ -169,10 +164,9 @@ class RowRequest:
 
     def send_dirty_mask(self, before: RowRequest) -> None:
         """Sends the dirty mask, the requested rows that the batch before updates. Collective."""
-        requests = zip(self.by_route, before.by_route)
-        payloads = [
-            p for request, earlier in requests for p in request.dirty_mask_payloads(earlier)
-        ]
+        payloads: list[Payload] = []
+        for request, earlier in zip(self.by_route, before.by_route):
+            payloads += request.dirty_mask_payloads(earlier)
         if payloads:
             self._dirty_mask = PackedAllToAll(self._group.ranks, payloads, self.header.most_asked)
 

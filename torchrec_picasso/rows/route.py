@@ -32,10 +32,8 @@ from torchrec_picasso.storage.row_storage import RowStorage, TouchedHot
 
 @dataclass(eq=False, repr=False)
 class Route(ABC):
-    """The tables of a group that travel in the same way.
-
-    Packs ascend from 0; ``storages`` holds this rank's home rows and replicas of each.
-    """
+    """The tables of a group that travel in the same way. Packs ascend from 0; ``storages`` holds
+    this rank's home rows and replicas of each."""
 
     name: ClassVar[str]
     """Value of :attr:`.HotColdParams.form` that chooses the route."""
@@ -56,32 +54,27 @@ class Route(ABC):
         self.hot = HotSlots.build(self.tables, self.device)
 
     def id_ranges(self) -> Iterator[tuple[PackedTable, int, int]]:
-        """Returns each table with its first packed id and the end of its packed ids."""
+        """Returns each table with its first linear id and the end of its linear ids."""
         bases = table_bases(self.tables)
         return zip(self.tables, bases, bases[1:])
 
     def hot_ids_by_pack(self) -> list[Tensor]:
-        """Returns the packed ids of each pack's hot rows, int64, ascending."""
+        """Returns the linear ids of each pack's hot rows, int64, ascending."""
         return [self.hot.ids_H[start:end] for start, end in pairwise(self.hot.start_P1)]
 
     def change_hot_rows(self, hot_rows_T: Sequence[Tensor], epoch: int | None = None) -> None:
-        """Sets the hot rows of each table, ascending int64; the storages update the replicas.
-
-        Each pack keeps its number of hot rows. Without an epoch, the hot set gets the next one.
-        """
-        self.tables = [
-            replace(table, hot_rows_H=rows) for table, rows in zip(self.tables, hot_rows_T)
-        ]
+        """Sets the hot rows of each table, ascending int64; the storages update the replicas. Each
+        pack keeps its number of hot rows. Without an epoch, the hot set gets the next one."""
+        pairs = zip(self.tables, hot_rows_T)
+        self.tables = [replace(table, hot_rows_H=rows) for table, rows in pairs]
         epoch = self.hot.epoch + 1 if epoch is None else epoch
         hot = HotSlots.build(self.tables, self.device, epoch)
         assert hot.start_P1 == self.hot.start_P1, "a pack keeps its number of replicas"
         self.hot = hot
 
     def check(self, features: KeyedJaggedTensor) -> None:
-        """Raises CompatError, on this rank alone, for features of a module that it cannot serve.
-
-        No header reports this reason to the other ranks. By default it serves all.
-        """
+        """Raises CompatError, on this rank alone, for features of a module that it cannot serve. No
+        header reports this reason to the other ranks. By default it serves all."""
         return
 
     @abstractmethod
@@ -115,18 +108,14 @@ class RouteRequest(ABC):
         layout, in the wire's integer type."""
 
     def dirty_mask_payloads(self, before: Any) -> list[Payload]:
-        """Returns the dirty mask, uint8, from the same route's request of the batch before.
-
-        It is empty for a route that fetches nothing ahead.
-        """
+        """Returns the dirty mask, uint8, from the same route's request of the batch before. It is
+        empty for a route that fetches nothing ahead."""
         return []
 
     @abstractmethod
     def lay_out(self, first_matrix: int) -> RouteLayout:
-        """Builds the layout, after the ids and, if it was sent, the dirty mask have arrived.
-
-        The route's first matrix has the index ``first_matrix`` in the group.
-        """
+        """Builds the layout, after the ids and, if it was sent, the dirty mask have arrived. The
+        route's first matrix has the index ``first_matrix`` in the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,16 +133,12 @@ class IncomingRequests(ABC):
     @abstractmethod
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
         """Returns the vectors of one exchange, by destination rank: float32, ``(n, D)``.
-
-        ``exchange`` is its number in fetch order, see ``ops/row_order.py``.
-        """
+        ``exchange`` is its number in fetch order, see ``ops/row_order.py``."""
 
     @abstractmethod
     def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
-        """Updates every row once, and the touched hot rows.
-
-        ``grads_mD`` holds gradients of the vectors in request order, then those of the hot rows.
-        """
+        """Updates every row once, and the touched hot rows. ``grads_mD`` holds gradients of the
+        vectors in request order, then those of the hot rows."""
 
     @staticmethod
     @abstractmethod
@@ -192,9 +177,7 @@ class Pooling(ABC):
 
     def columns(self, pieces: list[Tensor]) -> list[Tensor]:
         """Reshapes the pieces, in autograd, to columns of the module's output: ``(B, columns)``.
-
-        Flat if every feature has its own batch size; ``(N, D)`` for sequences.
-        """
+        Flat if every feature has its own batch size; ``(N, D)`` for sequences."""
         return pieces
 
     @abstractmethod
@@ -220,11 +203,8 @@ class Pooling(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PackLayout:
-    """The rows of one pack.
-
-    *Wanted* are the cold rows that this rank asks for, *served* the home rows of this rank that any
-    rank asks for; both include what this rank asks of itself.
-    """
+    """The rows of one pack. *Wanted* are the cold rows that this rank asks for, *served* the home
+    rows of this rank that any rank asks for; both include what this rank asks of itself."""
 
     matrix: int
     """Index of the matrix that contains the pack."""

@@ -5,7 +5,7 @@ it to the requesting rank. So lookahead changes when a row is sent, never its va
 
 Header words of a pair of ranks: P K counts of cold rows, and a bit per hot slot.
 
-Shape letters: F features, K micro-batches and chunks, J runs of bags, M matrices, P packs,
+Shape letters: F features, K micro-batches and chunks, J segments of bags, M matrices, P packs,
 N lookups, U unique rows, W ranks.
 
 Host syncs per batch on CUDA: the number of unique rows; with lookahead one for the fetch orders;
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -81,14 +82,16 @@ class RowRoute(Route):
         given = (features, sizes_K, features.weights_or_none() is not None)
         if prepared is not None and not self._reader.can_use(prepared, *given):
             prepared = None
-        ids = self._reader.read(*given) if prepared is None else prepared.unpack()
+        ids = self._reader.read(*given) if prepared is None else prepared.split()
         rows, num_lookups = ids.rows, features.values().numel()
         cut = BatchCut.from_strides(features.stride_per_key(), sizes_K, self.plan)
-        lookups_J = count_lookups(ids.bags.offsets_S1, cut.bags_by_run)
+        lookups_J = count_lookups(ids.bags.offsets_S1, cut.bags_by_segment)
         micro_batch_N = chunk_U = None
         # With one micro-batch all rows are in chunk 0, so no chunk has to be computed.
         if cut.num_micro_batches > 1:
-            micro_batch_N = micro_batch_of_lookup(lookups_J, cut.micro_batch_by_run, num_lookups)
+            micro_batch_N = micro_batch_of_lookup(
+                lookups_J, cut.micro_batch_by_segment, num_lookups
+            )
             chunk_U = first_use_chunks(rows, micro_batch_N, cut.num_micro_batches)
         located = locate_rows(rows.ids_U, self.space, self.hot, chunk_U, cut.num_micro_batches)
         # For rank w: P K counts, from (P K, W) transposed, and the slots, the same for all ranks.
@@ -166,11 +169,8 @@ class _Request(RouteRequest):
                 served_PKW,
             )
         ]
-        return [
-            payload
-            for pack in self._packs
-            for payload in _by_chunk(pack.wanted_n, pack.wanted, pack.served_n, pack.served)
-        ]
+        by_pack = [_by_chunk(p.wanted_n, p.wanted, p.served_n, p.served) for p in self._packs]
+        return list(chain.from_iterable(by_pack))
 
     def dirty_mask_payloads(self, before: _Request) -> list[Payload]:
         payloads: list[Payload] = []
@@ -179,9 +179,8 @@ class _Request(RouteRequest):
             # travels back: to whom row numbers came from.
             pack.dirty_served_n = pack.storage.which_are_among(pack.served_n, earlier.served_n)
             pack.dirty_wanted_n = pack.dirty_served_n.new_empty(pack.wanted.num_rows)
-            payloads += _by_chunk(
-                pack.dirty_served_n, pack.served, pack.dirty_wanted_n, pack.wanted
-            )
+            sent, received = pack.dirty_served_n, pack.dirty_wanted_n
+            payloads += _by_chunk(sent, pack.served, received, pack.wanted)
         return payloads
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
@@ -199,7 +198,7 @@ class _Request(RouteRequest):
                 packs.append(pack.lay_out(matrix, start, *given))
                 start += packs[-1].num_rows
             num_rows_M.append(start)
-        # Lookups are summed over the runs of a micro-batch: cut_pooling sees whole micro-batches.
+        # Lookups are summed over a micro-batch's segments: cut_pooling sees whole micro-batches.
         index_KM = cut_pooling(
             self.read.bags,
             self.read.rows,
@@ -207,7 +206,7 @@ class _Request(RouteRequest):
             fetch_positions(self.located, [(p.hot_slots, p.wanted_by_fetch) for p in packs]),
             self.cut,
             micro_batch_N=self.micro_batch_N,
-            lookups_MK=[[sum(runs) for runs in runs_K] for runs_K in self._lookups_MKJ],
+            lookups_MK=[[sum(lookups_J) for lookups_J in row] for row in self._lookups_MKJ],
             num_rows_M=num_rows_M,
             most_lookups=self._most_lookups,
         )
@@ -280,11 +279,9 @@ class _IncomingRows(IncomingRequests):
     @staticmethod
     def joined(batches: Sequence[_IncomingRows]) -> _IncomingRows:
         rows_n = torch.cat([incoming.home_row_numbers_n for incoming in batches])
-        served_by_fetch = FetchOrder([[rows_n.numel()]], order_n=None)
+        order = FetchOrder([[rows_n.numel()]], order_n=None)
         return _IncomingRows(
-            home_row_numbers_n=rows_n,
-            served_by_fetch=served_by_fetch,
-            row_numbers_by_fetch_n=rows_n,
+            home_row_numbers_n=rows_n, served_by_fetch=order, row_numbers_by_fetch_n=rows_n
         )
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
@@ -296,10 +293,8 @@ class _IncomingRows(IncomingRequests):
 
 @dataclass(frozen=True, kw_only=True)
 class _RowPooling(Pooling):
-    """The pooling of one micro-batch of one matrix of rows; one piece, ``(B F, D)``.
-
-    Sequences are not pooled: the piece has the row of each lookup, ``(N, D)``.
-    """
+    """The pooling of one micro-batch of one matrix of rows; one piece, ``(B F, D)``. Sequences are
+    not pooled: the piece has the row of each lookup, ``(N, D)``."""
 
     index: PoolingIndex
     size: int | None

@@ -18,18 +18,16 @@ from collections.abc import Iterable, Sequence
 from functools import reduce
 from itertools import accumulate
 from operator import or_
-from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_picasso.batches.members import made_like
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.exchange.header import Header
 from torchrec_picasso.ops.ids import PackedTable
-
-_Kind = TypeVar("_Kind", bound=KeyedJaggedTensor)
 
 
 class RepairedFeatures(KeyedJaggedTensor):
@@ -61,9 +59,8 @@ class RepairedFeatures(KeyedJaggedTensor):
         # Differences of clamped offsets, shape (S,): the sum is N by construction.
         mended_S = torch.diff(offsets_S1)
         weights_N = None if weights_N is None else weights_N[:num_lookups]
-        mended = like(
-            given, RepairedFeatures, values_N[:num_lookups], weights_N, mended_S, offsets_S1
-        )
+        own = {"values": values_N[:num_lookups], "weights": weights_N, "lengths": mended_S}
+        mended: RepairedFeatures = made_like(given, RepairedFeatures, offsets=offsets_S1, **own)
         shapes_fit = lengths_S is given_S and counts == {num_lookups}
         mended.given = given
         mended.is_bad = (mended_S != given_S).any() if shapes_fit else True
@@ -71,10 +68,8 @@ class RepairedFeatures(KeyedJaggedTensor):
 
 
 def valid_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Returns features with valid lengths: the input if known to be valid, else repaired ones.
-
-    O(S) time; no host sync on an accelerator.
-    """
+    """Returns features with valid lengths: the input if known to be valid, else repaired ones. O(S)
+    time; no host sync on an accelerator."""
     if isinstance(features, RepairedFeatures):
         return features
     if features.values().device.type == "cpu" and length_error(features) is None:
@@ -84,9 +79,7 @@ def valid_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 def are_bad(validated: Iterable[KeyedJaggedTensor]) -> Tensor | bool:
     """Whether any lengths were malformed that :func:`valid_features`, with these results, replaced.
-
-    0-d bool on the device, or a ``bool`` known on the host.
-    """
+    0-d bool on the device, or a ``bool`` known on the host."""
     flags = (features.is_bad for features in validated if isinstance(features, RepairedFeatures))
     return reduce(or_, flags, False)
 
@@ -177,43 +170,16 @@ def _describe_bad_weight(
 def _first_bad(
     is_bad_N: Tensor, tables: Sequence[PackedTable], features: KeyedJaggedTensor
 ) -> tuple[int, str, PackedTable]:
-    """Finds the first invalid lookup, its feature and its table."""
     first = int(is_bad_N.nonzero()[0])
     index = bisect_right(list(accumulate(features.length_per_key())), first)
     return first, features.keys()[index], [t for t in tables for _ in t.feature_names][index]
 
 
-def like(
-    features: KeyedJaggedTensor,
-    kind: type[_Kind],
-    values_N: Tensor,
-    weights_N: Tensor | None,
-    lengths_S: Tensor,
-    offsets_S1: Tensor | None,
-) -> _Kind:
-    """Builds features with the keys, batch sizes and inverse indices of another object; no copy.
-
-    Counts that ``features`` cached on the host are not taken over. Without offsets these are
-    computed from the lengths on demand.
-    """
-    variable = features.variable_stride_per_key()
-    return kind(
-        keys=features.keys(),
-        values=values_N,
-        weights=weights_N,
-        lengths=lengths_S,
-        offsets=offsets_S1,
-        stride=None if variable else features.stride(),
-        stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
-        inverse_indices=features.inverse_indices_or_none(),
-    )
-
-
 def with_weights(features: KeyedJaggedTensor, weights_N: Tensor | None) -> KeyedJaggedTensor:
     """Replaces the per-sample weights, float ``(N,)`` or ``None``; the rest is not copied."""
     kind = RepairedFeatures if isinstance(features, RepairedFeatures) else KeyedJaggedTensor
-    lengths_S, offsets_S1 = features.lengths(), features.offsets_or_none()
-    other = like(features, kind, features.values(), weights_N, lengths_S, offsets_S1)
+    offsets_S1 = features.offsets_or_none()
+    other: KeyedJaggedTensor = made_like(features, kind, weights=weights_N, offsets=offsets_S1)
     if isinstance(features, RepairedFeatures) and isinstance(other, RepairedFeatures):
         other.given, other.is_bad = features.given, features.is_bad
     return other

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import eq, gt, le, lt
 
 from torchrec_picasso.errors import PlanError
 
@@ -79,20 +80,9 @@ def _same_batch(op: Op, other: Op) -> bool:
     return op.batch == other.batch and _share_packs(op, other)
 
 
-def _same_micro_batch(op: Op, other: Op) -> bool:
-    return op.batch == other.batch and op.index == other.index
-
-
-def _lower_index(op: Op, other: Op) -> bool:
-    return op.batch == other.batch and (other.index or 0) < (op.index or 0)
-
-
-def _upto(op: Op, other: Op) -> bool:
-    return op.batch == other.batch and (other.index or 0) <= (op.index or 0)
-
-
-def _higher_index(op: Op, other: Op) -> bool:
-    return op.batch == other.batch and (other.index or 0) > (op.index or 0)
+def _index(compare: Callable[[int, int], bool]) -> Callable[[Op, Op], bool]:
+    """Compares the index of the other one, in the same batch, with that of the operation."""
+    return lambda op, other: op.batch == other.batch and compare(other.index or 0, op.index or 0)
 
 
 def _earlier_batch(op: Op, other: Op) -> bool:
@@ -122,19 +112,19 @@ KINDS: Mapping[str, Kind] = {
     # share rows, so that the gradients of chunk k are complete after backward k.
     "forward": Kind(
         needs=(
-            Need("forward", _lower_index),
-            Need("fetch_clean", _upto),
-            Need("fetch_dirty", _upto),
+            Need("forward", _index(lt)),
+            Need("fetch_clean", _index(le)),
+            Need("fetch_dirty", _index(le)),
         )
     ),
     "backward": Kind(
         sends=True,
         needs=(
-            Need("forward", _same_micro_batch),
-            Need("backward", _higher_index, shared_rows_only=True),
+            Need("forward", _index(eq)),
+            Need("backward", _index(gt), shared_rows_only=True),
         ),
     ),
-    "send_gradients": Kind(sends=True, needs=(Need("backward", _same_micro_batch, required=True),)),
+    "send_gradients": Kind(sends=True, needs=(Need("backward", _index(eq), required=True),)),
     "reduce_hot": Kind(sends=True, needs=_all("backward")),
     "update": Kind(needs=_all("send_gradients", "reduce_hot")),
     # DDP reduces dense gradients in backward; the optimizer of dense layers runs last.

@@ -88,9 +88,8 @@ class Schedule:
                     raise PlanError(f"the schedule runs {op} without the {need.kind} it needs")
                 for first in found:
                     if first != op and first not in done:
-                        raise PlanError(
-                            f"the schedule runs {op} before {first}, which it needs; swap them"
-                        )
+                        what = f"{op} before {first}, which it needs; swap them"
+                        raise PlanError(f"the schedule runs {what}")
             done.add(op)
 
 
@@ -114,12 +113,10 @@ def training_schedule(
     the next. ``num_waves`` counts the waves of packs. ``forwards_first`` is that of
     :class:`Schedule`.
     """
-    following = following or this
-    waves = _waves(num_waves)
-    lay_out, *ahead = _before_updates(following)
-    # With lookahead the layout must come before fetch_clean; otherwise it can wait.
-    early_layout, late_layout = ([lay_out], []) if following.lookahead else ([], [lay_out])
-    ahead = [*early_layout, *ahead]
+    following, waves = following or this, _waves(num_waves)
+    ahead, late_layout = _before_updates(following), []
+    if not following.lookahead:  # without fetch_clean, the layout can wait
+        late_layout, ahead = ahead[:1], ahead[1:]
     *early, last = backward_order(this, forwards_first)
     forwards = _for_chunks("forward", THIS, this)
     # Chunk k's gradients are sent while the micro-batches that run after backward k compute.
@@ -173,18 +170,15 @@ def evaluation_schedule(
     ops += _fetch_dirty(NEXT, following, num_waves)
     ops.append(Op("read_hot", NEXT))
     ops += _for_chunks("forward", THIS, this)
-    return _checked(
-        [*ops, Op("send_row_numbers", AFTER), *_row_numbers_arrive(AFTER, after or following)]
-    )
+    ops.append(Op("send_row_numbers", AFTER))
+    return _checked([*ops, *_row_numbers_arrive(AFTER, after or following)])
 
 
 @cache
 def first_batch_schedule(this: Setting, *, num_waves: int = 1) -> Schedule:
     """Returns the schedule that fetches the rows of the first batch, before the first step."""
-    ops = [
-        Op(kind, THIS)
-        for kind in ("send_header", "send_row_numbers", "receive_row_numbers", "lay_out")
-    ]
+    kinds = ("send_header", "send_row_numbers", "receive_row_numbers", "lay_out")
+    ops = [Op(kind, THIS) for kind in kinds]
     return _checked([*ops, *_fetch_dirty(THIS, this, num_waves), Op("read_hot", THIS)])
 
 
@@ -192,13 +186,8 @@ def first_batch_schedule(this: Setting, *, num_waves: int = 1) -> Schedule:
 def second_batch_schedule(following: Setting) -> Schedule:
     """Returns the schedule that sends the row numbers of the second batch, whose setting is
     ``following``, to home ranks, before the first step."""
-    return _checked(
-        [
-            Op("send_header", NEXT),
-            Op("send_row_numbers", NEXT),
-            *_row_numbers_arrive(NEXT, following),
-        ]
-    )
+    sends = [Op("send_header", NEXT), Op("send_row_numbers", NEXT)]
+    return _checked([*sends, *_row_numbers_arrive(NEXT, following)])
 
 
 def _for_chunks(kind: str, batch: int, setting: Setting, first: int = 0) -> list[Op]:

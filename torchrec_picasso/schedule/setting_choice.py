@@ -53,10 +53,8 @@ _FASTER = 0.97
 
 
 def pieces_for(num_samples: int) -> tuple[int, ...]:
-    """Returns the numbers of micro-batches that may be fastest, ascending.
-
-    ``num_samples`` are those of the largest batch of a rank.
-    """
+    """Returns the numbers of micro-batches that may be fastest, ascending. ``num_samples`` are
+    those of the largest batch of a rank."""
     return tuple(k for k in NUM_MICRO_BATCHES if k == 1 or num_samples >= _FEWEST_SAMPLES * k)
 
 
@@ -99,9 +97,7 @@ class StepClock:
 
     def seconds(self, spans: Sequence[tuple[Any, Any]], pg: dist.ProcessGroup) -> list[float]:
         """Returns the seconds of each span on its slowest rank, and waits for the last. Collective.
-
-        A span is a pair of timestamps. All ranks get equal times.
-        """
+        A span is a pair of timestamps. All ranks get equal times."""
         if self._device.type == "cpu":
             times = [end - start for start, end in spans]
         else:
@@ -134,11 +130,9 @@ def candidates(
     if lookahead is not None:
         return [Setting(k, lookahead) for k in numbers]
     # lookahead is switched off for whole batches only, see above
-    switched_off = [Setting(k, False) for k in numbers if k == 1 and is_interleaved]
-    return sorted(
-        [*(Setting(k, True) for k in numbers), *switched_off],
-        key=lambda setting: setting.num_micro_batches,
-    )
+    found = [Setting(k, True) for k in numbers]
+    found += [Setting(k, False) for k in numbers if k == 1 and is_interleaved]
+    return sorted(found, key=lambda setting: setting.num_micro_batches)
 
 
 class SettingChoice:
@@ -161,10 +155,8 @@ class SettingChoice:
         self.allowed = list(allowed)
         """The candidates."""
         numbers = sorted({setting.num_micro_batches for setting in allowed})
-        self._first = Setting(
-            first if first in numbers else numbers[:2][-1],
-            any(each.lookahead for each in allowed),
-        )
+        number = first if first in numbers else numbers[:2][-1]
+        self._first = Setting(number, any(each.lookahead for each in allowed))
         self._fastest_s = dict.fromkeys(allowed, math.inf)
         self._turned = [self._first]
         self._turns = self._walk()
@@ -241,10 +233,8 @@ class SettingChoice:
         return fastest if is_clear else self._first
 
     def _walk(self) -> Iterator[tuple[Setting, int]]:
-        """Yields the turns of the trial: warm-up, fewer micro-batches, more, no lookahead.
-
-        A turn is a setting and the number of consecutive batches that have it.
-        """
+        """Yields the turns of the trial: warm-up, fewer micro-batches, more, no lookahead. A turn
+        is a setting and the number of consecutive batches that have it."""
         yield from self._warm_up()
         yield from self._go_on(0.5)
         # Doubling is tried only if no smaller number was faster.
@@ -275,7 +265,6 @@ class SettingChoice:
             yield from self._try(Setting(number, before.lookahead))
 
     def _try(self, setting: Setting) -> Iterator[tuple[Setting, int]]:
-        """Yields the turns of a setting that was not tried before."""
         if setting not in self._fastest_s or setting in self._turned:
             return
         self._turned.append(setting)

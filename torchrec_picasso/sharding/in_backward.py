@@ -30,6 +30,7 @@ from torchrec_picasso._torchrec import (
     GroupedEmbeddingsLookup,
     GroupedPooledEmbeddingsLookup,
 )
+from torchrec_picasso.batches.members import made_like
 from torchrec_picasso.errors import CompatError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement, Flags
 from torchrec_picasso.placement import SHARDING_TYPE_OF
@@ -37,7 +38,6 @@ from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows, MicroBatchRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowLayout, RowRequest, with_new_layout
-from torchrec_picasso.rows.valid_features import like
 from torchrec_picasso.sharding.delta_tracker import RecordLookup, row_tracker
 from torchrec_picasso.sharding.output_dist import Later
 from torchrec_picasso.storage.torchrec_kernel import HotColdKernel
@@ -56,10 +56,8 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
     def forward(
         self, sparse_features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Starts the request. Collective.
-
-        The inner awaitable returns the features with their layout.
-        """
+        """Starts the request. Collective. The inner awaitable returns the features with their
+        layout."""
         validated, self.validated = self.validated, ()
         self._group.check(sparse_features)
         with torch.no_grad():
@@ -92,8 +90,9 @@ class LaidOutFeatures(KeyedJaggedTensor):
         # detach() makes a new tensor object on the same memory; the caller's gets no attribute
         values = features.values().detach()
         values._row_layout = layout
-        weights_N, offsets_S1 = features.weights_or_none(), features.offsets_or_none()
-        return like(features, LaidOutFeatures, values, weights_N, features.lengths(), offsets_S1)
+        own = {"values": values, "offsets": features.offsets_or_none()}
+        laid_out: LaidOutFeatures = made_like(features, LaidOutFeatures, **own)
+        return laid_out
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Records ``stream`` on all tensors of the features and their layout."""
@@ -135,30 +134,22 @@ class _HotColdLookup:
         self._sent: list[BatchGradients] = []
         table_wise = ShardingType.TABLE_WISE.value
         owned = {t.name for t in group.tables if SHARDING_TYPE_OF[t.route] == table_wise}
-        saved_P = [
-            [t for t in config.embedding_tables if t.local_rows or t.name not in owned]
-            for config in configs
-        ]
+        tables_P = [config.embedding_tables for config in configs]
+        saved_P = [[t for t in ts if t.local_rows or t.name not in owned] for ts in tables_P]
         # Kernels are numbered by this list, not by pack.
         self._storages = [rows for rows, saved in zip(group.storages, saved_P) if saved]
+        pairs = zip(configs, saved_P)
+        kept = [replace(config, embedding_tables=saved) for config, saved in pairs if saved]
         super().__init__(  # type: ignore[call-arg]
-            grouped_configs=[
-                replace(config, embedding_tables=saved)
-                for config, saved in zip(configs, saved_P)
-                if saved
-            ],
-            device=group.device,
-            pg=group.ranks.pg,
+            grouped_configs=kept, device=group.device, pg=group.ranks.pg
         )
 
     def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *_: object) -> BaseEmbedding:
         return HotColdKernel(config, self._storages[len(self._emb_modules)], self._group.ranks)
 
     def forward(self, sparse_features: LaidOutFeatures | MicroBatchRows) -> MicroBatchRows:
-        """Starts to fetch the rows of a batch. Collective.
-
-        Rows of a micro-batch that a schedule fetches are returned unchanged.
-        """
+        """Starts to fetch the rows of a batch. Collective. Rows of a micro-batch that a schedule
+        fetches are returned unchanged."""
         rows = sparse_features
         if not isinstance(rows, MicroBatchRows):
             # sequences have no use for weights
@@ -187,7 +178,7 @@ class _HotColdLookup:
             flags = Flags(homes_written=group.was_written())
             agreement = Agreement(group.ranks.pg, group.device, flags)
         rows = BatchRows(group, layout)
-        rows.fetch(0)  # without lookahead all rows are in this exchange
+        rows.fetch_dirty(0)  # without lookahead all rows are in this exchange
         if agreement is not None and Flags.largest(agreement.wait()).homes_written:
             group.apply_writes()
         rows.read_hot()
@@ -195,9 +186,7 @@ class _HotColdLookup:
 
     def _send(self, layout: RowLayout, grads_M: Sequence[Tensor]) -> None:
         """Sends a batch's gradients, ``(R, D)`` by matrix, and queues the update; runs in backward.
-
-        Collective. ``layout`` is that of the forward's fetch.
-        """
+        Collective. ``layout`` is that of the forward's fetch."""
         if layout.hot_epoch != self._group.hot_epoch:
             raise PicassoError(
                 "hot rows changed between a forward and its backward; change them between steps"

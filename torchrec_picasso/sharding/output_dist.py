@@ -67,11 +67,9 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, MicroBatchRo
     def _side_by_side(self, rows: MicroBatchRows, pieces: Sequence[Tensor]) -> Tensor:
         """Joins the pooled matrices to the shape that :meth:`HotColdOutputDist.forward` gives."""
         remaining = iter(pieces)
-        columns = [
-            column
-            for pooling in rows.pooling_M
-            for column in pooling.columns(list(islice(remaining, pooling.num_pieces)))
-        ]
+        columns: list[Tensor] = []
+        for pooling in rows.pooling_M:
+            columns += pooling.columns(list(islice(remaining, pooling.num_pieces)))
         if rows.own_sizes is not None and self._plan.has_pooling:
             # without the padding of features with their own batch sizes: (B, sum D) -> flat
             features = zip(self._plan.features_M, self._plan.dim_M)
@@ -86,28 +84,23 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, MicroBatchRo
 
 
 class _PoolArrivals(Function):
-    """Waits for rows and pools them; backward sends the rows' gradients.
-
-    Bags that their home ranks pooled are returned as views of the rows' memory; the consumer
-    copies them.
-    """
+    """Waits for rows and pools them; backward sends the rows' gradients. Bags that their home ranks
+    pooled are returned as views of the rows' memory; the consumer copies them."""
 
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, rows: MicroBatchRows, *scales_M: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.sink, ctx.pooling_M = rows.sink, rows.pooling_M
-        ctx.matrices_M, pieces_M = [], []
-        needed_M = ctx.needs_input_grad[2:]
+        ctx.matrices_M, pieces = [], list[Tensor]()
         # one matrix is pooled while the next one is still on its way
-        for arrived, scales_N, pooling, needed in zip(
-            rows.arrive(), scales_M, rows.pooling_M, needed_M
-        ):
-            pieces_M.append(pooling.pool(arrived, scales_N))
+        each_matrix = zip(rows.arrive(), scales_M, rows.pooling_M, ctx.needs_input_grad[2:])
+        for arrived, scales_N, pooling, needed in each_matrix:
+            pieces += pooling.pool(arrived, scales_N)
             # Only the gradient of a scale needs the rows; else the graph must not keep them alive.
             ctx.matrices_M.append(arrived if needed else None)
         ctx.save_for_backward(*scales_M)
-        return tuple(piece for pieces in pieces_M for piece in pieces)
+        return tuple(pieces)
 
     @staticmethod
     @torch.compiler.disable(reason=_NOT_COMPILED)
@@ -119,12 +112,8 @@ class _PoolArrivals(Function):
         remaining = iter(grads)
         # forward flattened its outputs over matrices; the same counts restore them by matrix
         grads_M = [list(islice(remaining, pooling.num_pieces)) for pooling in pooling_M]
-        ctx.sink(
-            [
-                pooling.gradients(matrix_grads, scales_N)
-                for matrix_grads, scales_N, pooling in zip(grads_M, scales_M, pooling_M)
-            ]
-        )
+        triples = zip(pooling_M, grads_M, scales_M)
+        ctx.sink([pooling.gradients(grads, scales_N) for pooling, grads, scales_N in triples])
         scale_grads_M = [
             None if rows is None else pooling.gradient_of_scales(matrix_grads, rows)
             for matrix_grads, rows, pooling in zip(grads_M, ctx.matrices_M, pooling_M)

@@ -48,9 +48,8 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
             )
             pooling = PoolingType.MEAN if divided_later else PoolingType.SUM
             self._pooling_type_to_rs_features[pooling.value] += config.feature_names
-        self._has_mean_pooling_callback = (
-            PoolingType.MEAN.value in self._pooling_type_to_rs_features
-        )
+        features = self._pooling_type_to_rs_features
+        self._has_mean_pooling_callback = PoolingType.MEAN.value in features
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -63,9 +62,8 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
     ) -> Any:
         """Makes the sharding of one group; the group of hot/cold tables gets this package's."""
         if not is_hot_cold(sharding_infos[0]):
-            return super().create_embedding_bag_sharding(
-                sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
-            )
+            given = sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
+            return super().create_embedding_bag_sharding(*given)
         return HotColdEmbeddingSharding(sharding_infos, env, device, qcomm_codecs_registry)
 
     def table_shardings(self) -> Sequence[Any]:
@@ -86,19 +84,17 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
         subset._pooling_type_to_rs_features = defaultdict(list)
         for pooling, names in self._pooling_type_to_rs_features.items():
             subset._pooling_type_to_rs_features[pooling] = [n for n in names if n in features]
-        subset._has_mean_pooling_callback = bool(
-            subset._pooling_type_to_rs_features[PoolingType.MEAN.value]
-        )
+        means = subset._pooling_type_to_rs_features[PoolingType.MEAN.value]
+        subset._has_mean_pooling_callback = bool(means)
         return subset
 
     def join(self, outputs: Sequence[LazyAwaitable[KeyedTensor]]) -> LazyAwaitable[KeyedTensor]:
         """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
 
         def joined() -> KeyedTensor:
-            tensors: dict[str, Tensor] = {}
+            tensors, names = dict[str, Tensor](), list(self._embedding_names)
             for output in outputs:
                 tensors |= output.wait().to_dict()
-            names = list(self._embedding_names)
             return KeyedTensor.from_tensor_list(names, [tensors[name] for name in names])
 
         return LaterByKey(joined)

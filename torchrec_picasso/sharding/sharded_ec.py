@@ -53,11 +53,10 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> Any:
         """Makes the sharding of one group; the group of hot/cold tables gets this package's."""
+        given = sharding_infos, env, device, qcomm_codecs_registry
         if sharding_type != GROUP:
-            return super().create_embedding_sharding(
-                sharding_type, sharding_infos, env, device, qcomm_codecs_registry
-            )
-        return HotColdEmbeddingSharding(sharding_infos, env, device, qcomm_codecs_registry)
+            return super().create_embedding_sharding(sharding_type, *given)
+        return HotColdEmbeddingSharding(*given)
 
     def table_shardings(self) -> Sequence[Any]:
         """Returns TorchRec's shardings, one per sharding type."""
@@ -68,9 +67,8 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
         subset: ShardedHotColdEmbeddingCollection = self._copy_with(positions)
         shardings = list(self._sharding_type_to_sharding.items())
         subset._sharding_type_to_sharding = dict(shardings[p] for p in positions)
-        subset._embedding_names_per_sharding = [
-            self._embedding_names_per_sharding[p] for p in positions
-        ]
+        names = self._embedding_names_per_sharding
+        subset._embedding_names_per_sharding = [names[p] for p in positions]
         subset._create_output_dist()
         subset._use_index_dedup = self._use_index_dedup and not subset.is_all_hot_cold
         return subset
@@ -132,7 +130,6 @@ def _refuse_untrained(ctx: EmbeddingCollectionContext, device: torch.device | No
 def _by_feature(
     rows: Awaitable[Tensor], features: KeyedJaggedTensor, names: Sequence[str], need_indices: bool
 ) -> dict[str, JaggedTensor]:
-    """Splits the rows of all lookups ``(N, D)`` by feature."""
     lookups_F = features.length_per_key()
     ids_F = features.values().split(lookups_F) if need_indices else [None] * len(names)
     rows_F = rows.wait().split(lookups_F)
@@ -175,9 +172,7 @@ def spread_sequences(
 
 def _take(jagged: JaggedTensor, lengths_B: Tensor, starts_B: Tensor, num: int) -> JaggedTensor:
     """Copies from each start the given number of lookups ``(N, D)``, in the order of the samples.
-
-    ``starts_B`` count within ``jagged``; ``num`` is the sum of the lengths.
-    """
+    ``starts_B`` count within ``jagged``; ``num`` is the sum of the lengths."""
     # source index of output n is n + (start of its sample - sum of the lengths before the sample)
     behind_B = starts_B - (lengths_B.cumsum(0) - lengths_B)
     lookup_N = torch.arange(num, device=lengths_B.device)

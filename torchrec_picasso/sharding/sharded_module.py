@@ -90,10 +90,8 @@ class HotColdModule(ABC):
 
     @abstractmethod
     def with_shardings(self, positions: Sequence[int]) -> HotColdModule:
-        """Copies the module with a subset of its shardings; both modules share the rows.
-
-        Positions ascend. The copy makes its own input dists, with the first batch.
-        """
+        """Copies the module with a subset of its shardings; both modules share the rows. Positions
+        ascend. The copy makes its own input dists, with the first batch."""
 
     @abstractmethod
     def join(self, outputs: Sequence[LazyAwaitable[Any]]) -> LazyAwaitable[Any]:
@@ -181,10 +179,8 @@ class HotColdModule(ABC):
         return group
 
     def features_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Selects the features that the module looks up, in the order of its tables.
-
-        Lengths of the module's input must be valid.
-        """
+        """Selects the features that the module looks up, in the order of its tables. Lengths of the
+        module's input must be valid."""
         if self._has_uninitialized_input_dist:
             self._create_input_dist(features.keys())
             self._has_uninitialized_input_dist = False
@@ -231,12 +227,8 @@ class HotRowRefresher:
     """
 
     def __init__(self, model: nn.Module, refresh: Refresh | None = None) -> None:
-        self._groups = [
-            sharding.group
-            for module in model.modules()
-            if isinstance(module, HotColdModule)
-            for sharding in module.hot_cold_shardings
-        ]
+        modules = [module for module in model.modules() if isinstance(module, HotColdModule)]
+        self._groups = [each.group for module in modules for each in module.hot_cold_shardings]
         self._refresher = Refresher(self._groups, refresh or Refresh())
 
     def step(self) -> Refreshed | None:

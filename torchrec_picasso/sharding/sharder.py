@@ -50,20 +50,14 @@ class _HotColdSharder:
     ) -> Any:
         """Shards one module by the plan. Collective.
 
-        Raises:
-            CompatError: If tables are hot/cold and another module shares them, the module is inside
-                one that changes ids or rows, or a table's configuration does not allow it.
+        Raises CompatError if tables are hot/cold and another module shares them, the module is
+        inside one that changes ids or rows, or a table's configuration does not allow it.
         """
         _refuse(module, params, module_fqn)
+        codecs, own = self.qcomm_codecs_registry, self._own_arguments()
+        given = module, params, env, self.fused_params, device
         return self.sharded_module_type(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
-            **self._own_arguments(),
+            *given, qcomm_codecs_registry=codecs, module_fqn=module_fqn, **own
         )
 
     def _own_arguments(self) -> dict[str, Any]:
@@ -173,14 +167,8 @@ class HotColdFeatureProcessedEmbeddingBagCollectionSharder(
         module_fqn: str | None = None,
     ) -> ShardedFeatureProcessedEmbeddingBagCollection:
         """Shards one module by the plan; ``device`` is CUDA by default. Collective."""
-        return _Processed(
-            module,
-            params,
-            ebc_sharder=self._ebc_sharder,
-            env=env,
-            device=device or torch.device("cuda"),
-            module_fqn=module_fqn,
-        )
+        place = {"device": device or torch.device("cuda"), "module_fqn": module_fqn}
+        return _Processed(module, params, ebc_sharder=self._ebc_sharder, env=env, **place)
 
 
 def _refuse(

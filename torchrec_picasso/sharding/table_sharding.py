@@ -96,14 +96,11 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         """Allocates this rank's home rows and replicas."""
         configs, device = self._grouped_embedding_configs, device or self._device
         tables, ranks = self._tables, self._ranks
-        homes_P = [
-            homes
-            for _, same_route in groupby(tables, lambda table: table.route)
-            for homes in HotHomes.for_packs(list(same_route), ranks.rank, device)
-        ]
-        storages = [
-            RowStorage(config, homes, ranks, device) for config, homes in zip(configs, homes_P)
-        ]
+        homes_P: list[HotHomes] = []
+        for _, same_route in groupby(tables, lambda table: table.route):
+            homes_P += HotHomes.for_packs(list(same_route), ranks.rank, device)
+        pairs = zip(configs, homes_P)
+        storages = [RowStorage(config, homes, ranks, device) for config, homes in pairs]
         self.group = RowGroup(tables, storages, ranks, device)
         self.request_dist = RequestDist(self.group)
         lookup = HotColdSequenceLookup if self._is_sequence else HotColdPooledLookup

@@ -24,11 +24,8 @@ HOT_COLD_KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.F
 """Compute kernels that can hold the rows of a hot/cold table."""
 
 _CPU_OPTIMIZERS = (
-    EmbOptimType.SGD,
-    EmbOptimType.EXACT_SGD,
-    EmbOptimType.EXACT_ADAGRAD,
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    *ONLY_HERE,
+    *(EmbOptimType.SGD, EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD),
+    *(EmbOptimType.EXACT_ROWWISE_ADAGRAD, *ONLY_HERE),
 )
 """Optimizers with a CPU kernel in FBGEMM 1.8, and optimizers that this package updates."""
 
@@ -36,7 +33,7 @@ _DECAY_MODES = ("L2", "DECOUPLE")
 _LOOKUP_COUNTING_DECAY = ("COUNTER", "COWCLIP", "DECOUPLE_GLOBAL")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Refusal:
     """The reason why a table cannot be hot/cold, or cannot have hot rows."""
 
@@ -54,16 +51,16 @@ class Refusal:
 
 _REFUSED_FLAGS: Mapping[str, Refusal] = {
     "use_virtual_table": Refusal(
-        what="use_virtual_table makes it a virtual table, which has no fixed rows to be at home",
-        instead="leave the table to TorchRec",
+        "use_virtual_table makes it a virtual table, which has no fixed rows to be at home",
+        "leave the table to TorchRec",
     ),
     "enable_embedding_update": Refusal(
-        what="enable_embedding_update lets DMP.write change rows at home but not their replicas",
-        instead="leave the flag out and write through the state dict",
+        "enable_embedding_update lets DMP.write change rows at home but not their replicas",
+        "leave the flag out and write through the state dict",
     ),
     "stash_weights": Refusal(
-        what="stash_weights takes the weights off the device, where homes and replicas are read",
-        instead="leave the flag out (kernel fused_uvm keeps homes in host memory)",
+        "stash_weights takes the weights off the device, where homes and replicas are read",
+        "leave the flag out (kernel fused_uvm keeps homes in host memory)",
     ),
 }
 """Flags of a table's configuration that conflict with this package's ownership of its rows."""
@@ -125,33 +122,29 @@ def why_not_exact(
         )
     if "betas" in fused_params:
         return Refusal(
-            what="betas is no argument of FBGEMM's optimizers",
-            instead="give torchrec.optim.Adam beta1 and beta2",
+            "betas is no argument of FBGEMM's optimizers",
+            "give torchrec.optim.Adam beta1 and beta2",
         )
     if device_type == "cpu" and (refusal := _why_not_on_cpu(fused_params, data_type)) is not None:
         return refusal
     # The settings below depend on single gradients or on counts of lookups, or they round values.
     if fused_params.get("gradient_clipping"):
         return Refusal(
-            what="gradient_clipping clips each lookup's gradient before they are summed",
-            instead="clip in the dense part",
+            "gradient_clipping clips each lookup's gradient before they are summed",
+            "clip in the dense part",
         )
     decay = fused_params.get("weight_decay_mode")
     if decay is not None and decay.name in _LOOKUP_COUNTING_DECAY:
         return Refusal(
-            what=f"weight_decay_mode {decay.name} depends on how often a row is looked up",
-            instead="use NONE, L2 or DECOUPLE",
+            f"weight_decay_mode {decay.name} depends on how often a row is looked up",
+            "use NONE, L2 or DECOUPLE",
         )
     output = fused_params.get("output_dtype")
     if output is not None and output.as_dtype() != torch.float32:
-        return Refusal(
-            what=f"output_dtype {output} rounds before pooling",
-            instead="leave output_dtype at FP32",
-        )
+        return Refusal(f"output_dtype {output} rounds before pooling", "leave output_dtype at FP32")
     if data_type not in (DataType.FP32, DataType.FP16):
         return Refusal(
-            what=f"weights of type {data_type.name} are not supported",
-            instead="use FP32 or FP16 weights",
+            f"weights of type {data_type.name} are not supported", "use FP32 or FP16 weights"
         )
     return None
 
@@ -175,8 +168,7 @@ def _why_not_on_cpu(fused_params: Mapping[str, Any], data_type: DataType) -> Ref
                 )
         if data_type != DataType.FP32:
             return Refusal(
-                what=f"{optimizer.name} on the CPU updates weights of type FP32 only",
-                instead="use FP32 weights",
+                f"{optimizer.name} on the CPU updates weights of type FP32 only", "use FP32 weights"
             )
     elif (
         optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD
@@ -197,8 +189,8 @@ def why_no_hot_rows(fused_params: Mapping[str, Any], *, data_type: DataType) -> 
     # Each rank rounds its replica with its own random numbers.
     if data_type == DataType.FP16 and fused_params.get("stochastic_rounding", True):
         return Refusal(
-            what="stochastic rounding would give every replica another value",
-            instead="set fused_params['stochastic_rounding'] = False",
+            "stochastic rounding would give every replica another value",
+            "set fused_params['stochastic_rounding'] = False",
         )
     return None
 

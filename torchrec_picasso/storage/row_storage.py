@@ -119,9 +119,8 @@ class HotHomes:
         slots_by_home_s = slots_s[torch.argsort(rank_s, stable=True)]
         counts_W = torch.bincount(rank_s, minlength=ranks.size).tolist()
         received = replicas.new_empty(len(slots_s), *replicas.shape[1:])
-        payload = Payload(
-            torch.cat([own] * ranks.size), [len(own)] * ranks.size, received, counts_W
-        )
+        to_all = torch.cat([own] * ranks.size)
+        payload = Payload(to_all, [len(own)] * ranks.size, received, counts_W)
         PackedAllToAll(ranks, [payload], ranks.size * len(slots_s)).wait()
         replicas[slots_by_home_s] = received
 
@@ -177,9 +176,7 @@ class RowStorage(nn.Module):
 
     def pool(self, rows_N: Tensor, offsets_S1: Tensor, weights_N: Tensor | None) -> Tensor:
         """Sums the home rows of each bag, weighted: float32, ``(S, D)``, zero for an empty bag.
-
-        Rows are those of each lookup, int64; offsets the first lookup of each bag, and N.
-        """
+        Rows are those of each lookup, int64; offsets the first lookup of each bag, and N."""
         if self._homes.dtype != torch.float32:  # FP16 rows are summed in float32
             return gather_sum(self.gather(rows_N), None, offsets_S1, weights_N)
         self._order.before_reading()
@@ -195,13 +192,9 @@ class RowStorage(nn.Module):
 
     def which_are_among(self, rows_n: Tensor, others_m: Tensor) -> Tensor:
         """Whether each home row is contained in a second list of home rows: uint8, shape ``(n,)``.
-
-        O(n + m) time; one byte per home row of the storage is kept.
-        """
+        O(n + m) time; one byte per home row of the storage is kept."""
         if self._marked is None:
-            self._marked = torch.zeros(
-                len(self._homes), dtype=torch.uint8, device=self._homes.device
-            )
+            self._marked = self._homes.new_zeros(len(self._homes), dtype=torch.uint8)
         # Set m flags, read n flags, clear the m flags: no sort, and no pass over all home rows.
         others_m = others_m.to(torch.int64)
         self._marked.index_fill_(0, others_m, 1)
@@ -261,9 +254,7 @@ class RowStorage(nn.Module):
 
     def differing_homes(self) -> Tensor:
         """Returns which replicas here differ from their home rows: bool by slot. Collective.
-
-        Differences are expected if home rows were written since the replicas were filled.
-        """
+        Differences are expected if home rows were written since the replicas were filled."""
         is_unlike_H = torch.zeros(self.num_hot_rows, dtype=torch.bool, device=self._homes.device)
         self._order.before_reading()
         for rows in self.tables.per_row():
@@ -283,10 +274,8 @@ class RowStorage(nn.Module):
         return self._was_written
 
     def check_unwritten(self) -> None:
-        """Raises PicassoError if home rows were written since the ranks last agreed on writes.
-
-        The rows that a forward looks up were fetched before: they do not have the write.
-        """
+        """Raises PicassoError if home rows were written since the ranks last agreed on writes. The
+        rows that a forward looks up were fetched before: they do not have the write."""
         if self.was_written():
             raise PicassoError(
                 f"table {', '.join(map(repr, self._names))} was written in a forward, after the "

@@ -130,11 +130,9 @@ class RowTables(nn.Module):
         self._dim = config.embedding_tables[0].local_cols
         name = "+".join(table.name for table in config.embedding_tables)
         arguments = dict(config.fused_params or {})
+        on_host, has_hot = layout.homes == EmbeddingLocation.HOST, layout.num_hot_rows > 0
         self._row_update = row_update(
-            arguments,
-            data_type=config.data_type,
-            is_on_host=layout.homes == EmbeddingLocation.HOST,
-            has_replicas=layout.num_hot_rows > 0,
+            arguments, data_type=config.data_type, is_on_host=on_host, has_replicas=has_hot
         )
         optimizer = arguments.get("optimizer", EmbOptimType.EXACT_SGD)
         keeps_state_here = self._row_update is not None and optimizer in ONLY_HERE
@@ -231,10 +229,8 @@ class RowTables(nn.Module):
         grads_mD: Tensor,
         bags: tuple[Tensor, Tensor | None] | None,
     ) -> None:
-        """Updates by the fused TBE, which applies its optimizer in backward.
-
-        It sums gradients of repeated rows itself.
-        """
+        """Updates by the fused TBE, which applies its optimizer in backward. It sums gradients of
+        repeated rows itself."""
         if not len(grads_mD):
             # one empty bag per table: the step counts, as in stock TorchRec
             self.tbe(slots_t, slots_t.new_zeros(1 + len(self.layout.tables)))

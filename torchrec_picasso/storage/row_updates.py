@@ -149,10 +149,8 @@ def _bias_correction(beta: float, number: int) -> float:
 _lamb = partial(_adam, is_lamb=True)
 
 ONLY_HERE: Mapping[EmbOptimType, RowUpdate] = {
-    EmbOptimType.ADAM: _adam,
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: _adam,
-    EmbOptimType.LAMB: _lamb,
-    EmbOptimType.PARTIAL_ROWWISE_LAMB: _lamb,
+    **dict.fromkeys([EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_ADAM], _adam),
+    **dict.fromkeys([EmbOptimType.LAMB, EmbOptimType.PARTIAL_ROWWISE_LAMB], _lamb),
 }
 """Optimizers without a CPU kernel in FBGEMM."""
 
@@ -196,10 +194,8 @@ def row_update(
 def new_states(
     optimizer: EmbOptimType, num_rows: int, dim: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Returns the initial state of a table, for an optimizer of :data:`ONLY_HERE`.
-
-    State tensors have FBGEMM's names; float32, shape ``(num_rows, dim)`` or ``(num_rows,)``.
-    """
+    """Returns the initial state of a table, for an optimizer of :data:`ONLY_HERE`. State tensors
+    have FBGEMM's names; float32, shape ``(num_rows, dim)`` or ``(num_rows,)``."""
     squares_shape = (num_rows,) if optimizer in PARTIAL_ROW_WISE else (num_rows, dim)
     return {
         "exp_avg": torch.zeros(num_rows, dim, device=device),

@@ -35,11 +35,8 @@ class RowUses:
         """Accesses of replicas by this rank since :meth:`begin_window`."""
 
     def count(self, rows_n: Tensor, slots_h: Tensor) -> None:
-        """Counts the accesses of a batch.
-
-        Home rows are those that ranks requested, at most once per rank; hot slots those that this
-        rank's batch uses.
-        """
+        """Counts the accesses of a batch. Home rows are those that ranks requested, at most once
+        per rank; hot slots those that this rank's batch uses."""
         # Every entry adds the current weight; several ranks may request the same row.
         self.homes_n.index_add_(0, rows_n, self._ones(rows_n))
         self.replicas_h.index_add_(0, slots_h, self._ones(slots_h))

@@ -73,19 +73,14 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         return [table.name for table in self._config.embedding_tables]
 
     def split_first_state(self) -> Iterator[Tensor]:
-        """Yields the first per-row optimizer state of each table's home rows, as views.
-
-        Yields nothing for an optimizer without such a state. :meth:`flush` brings the state up to
-        date.
-        """
+        """Yields the first per-row optimizer state of each table's home rows, as views. Yields
+        nothing for an optimizer without such a state. :meth:`flush` brings the state up to date."""
         for rows in list(self.rows.tables.row_states.values())[:1]:
             yield from self._home_slices(rows.homes)
 
     def split_rows(self, rows_n: Tensor) -> Mapping[str, Tensor]:
-        """Splits home rows of the pack, int64, ascending, by table. A host sync on CUDA.
-
-        Rows of a table are counted from its first home row on this rank.
-        """
+        """Splits home rows of the pack, int64, ascending, by table. A host sync on CUDA. Rows of a
+        table are counted from its first home row on this rank."""
         sizes = [table.local_rows for table in self._config.embedding_tables]
         # Home rows of a table are consecutive in the pack and rows_n ascends: each table is a
         # slice.
@@ -142,18 +137,9 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         for table, same in zip(self._config.embedding_tables, data):
             # Range of the table in the TBE's flat buffer, in elements.
             end = start + table.local_rows * self._dim
-            weight = _HomeSlice(
-                data=flat,
-                start_offset=start,
-                end_offset=end,
-                num_embeddings=table.local_rows,
-                embedding_dim=self._dim,
-            ).with_data(same)
-            weight._in_backward_optimizers = [
-                _OrderedFusedOptimizer(
-                    self.rows, **views, create_for_table=table.name, param_weight_for_table=weight
-                )
-            ]
+            weight = _HomeSlice(flat, start, end, table.local_rows, self._dim).with_data(same)
+            own = {"create_for_table": table.name, "param_weight_for_table": weight}
+            weight._in_backward_optimizers = [_OrderedFusedOptimizer(self.rows, **views, **own)]
             yield table.name, weight
             start = end
 

@@ -30,10 +30,10 @@ from torchrec_picasso.schedule.schedule import (
     second_batch_schedule,
     training_schedule,
 )
-from torchrec_picasso.train_pipeline.cuts import Cuts
 from torchrec_picasso.train_pipeline.data_parallel import counts_gradients
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
+from torchrec_picasso.train_pipeline.micro_batch_policy import MicroBatchPolicy
 from torchrec_picasso.train_pipeline.model_parts import has_stock_means, process_group_of
 from torchrec_picasso.train_pipeline.operations import Operations
 from torchrec_picasso.train_pipeline.options import PipelineOptions
@@ -50,14 +50,14 @@ class BatchQueue:
         model: nn.Module,
         feed: BatchFeed,
         options: PipelineOptions,
-        cuts: Cuts,
+        policy: MicroBatchPolicy,
         lifecycle: Lifecycle,
         id_stream: IdStream,
     ) -> None:
         self._model = model
         self._feed = feed
         self._options = options
-        self._cuts = cuts
+        self._policy = policy
         self._lifecycle = lifecycle
         self._id_stream = id_stream
         self._inflights: deque[InFlightBatch] = deque()
@@ -113,10 +113,8 @@ class BatchQueue:
             for inflight in before:
                 context = self._feed.create_context()
                 context.postproc_fwd_results = inflight.context.postproc_fwd_results
-                fetched = Fetched(
-                    inflight.batch, context, inflight.has_data, inflight.refusal, inflight.prepared
-                )
-                again = self._prepared(fetched)
+                known = inflight.has_data, inflight.refusal, inflight.prepared
+                again = self._prepared(Fetched(inflight.batch, context, *known))
                 again.full_outputs = inflight.full_outputs
                 self._add(again)
                 if again is self.first:
@@ -144,18 +142,16 @@ class BatchQueue:
     def run_step(self) -> None:
         """Runs the operations of a step. Collective.
 
-        Raises:
-            CompatError: On all ranks, if a batch of any rank cannot be trained; and see
-                :meth:`.Cuts.decide`.
+        Raises CompatError on all ranks, if a batch of any rank cannot be trained; and see
+        :meth:`.MicroBatchPolicy.decide`.
         """
         inflight, settings = self.first, [inflight.setting for inflight in self._inflights]
         is_training = self._model.training
-        schedule = (
-            self.schedule(*settings)
-            if is_training
-            else evaluation_schedule(*settings, num_waves=self._num_waves)
-        )
-        self._cuts.start_step()
+        if is_training:
+            schedule = self.schedule(*settings)
+        else:
+            schedule = evaluation_schedule(*settings, num_waves=self._num_waves)
+        self._policy.start_step()
         agreement = self._ask()
         with self._lifecycle.in_step():
             self._lead(schedule)
@@ -166,14 +162,14 @@ class BatchQueue:
                 self._num_changes = self._pipelined.num_changes
         if not is_training:
             inflight.is_whole = True
-            self._cuts.train_whole_next()
+            self._policy.train_whole_next()
             self._run(schedule)
             return
         inflight.is_whole = counts_gradients(self._model)
-        self._cuts.decide(inflight, flags.model_changed)
+        self._policy.decide(inflight, flags.model_changed)
         self._run(schedule)
         self._num_changes = self._pipelined.num_changes
-        self._cuts.end_step(settings)
+        self._policy.end_step(settings)
 
     def end_step(self) -> InFlightBatch:
         """Removes and returns the batch of this step."""
@@ -213,9 +209,10 @@ class BatchQueue:
         # another driver of the tables may have trained them, or taken over what was written, while
         # rows of this one were in flight
         was_changed = self._pipelined.num_changes != self._num_changes
+        groups = [group.row_group for group in self._pipelined.groups]
         flags = Flags(
-            homes_written=was_changed or self._pipelined.was_written(),
-            model_changed=self._model.training and self._cuts.has_changed(self.first.batch),
+            homes_written=was_changed or any(group.was_written() for group in groups),
+            model_changed=self._model.training and self._policy.has_changed(self.first.batch),
             refused=any(inflight.refusal for inflight in self._inflights),
         )
         return Agreement(self._pg, self._pipelined.device, flags)
@@ -266,27 +263,24 @@ class BatchQueue:
     def _fetch_rows(self) -> None:
         """Fetches the rows of the first batch before any step. Collective."""
         if self._agreed(self._ask()).homes_written:
-            self._pipelined.apply_writes()
+            for group in self._pipelined.groups:
+                group.row_group.apply_writes()
         self._num_changes = self._pipelined.num_changes
         self._run(first_batch_schedule(self.first.setting, num_waves=self._num_waves))
 
     def _prepared(self, fetched: Fetched) -> InFlightBatch:
-        """Prepares a batch by the current setting.
-
-        A batch that cannot be trained is refused on all ranks before the step; until then the batch
-        before stands in for it.
-        """
-        setting = self._cuts.current
+        """Prepares a batch by the current setting. A batch that cannot be trained is refused on all
+        ranks before the step; until then the batch before stands in for it."""
+        setting = self._policy.current
         if not self._model.training:  # evaluation is never split
             setting = replace(setting, num_micro_batches=1)
         try:
             return self._split(fetched, setting)
         except CompatError as refusal:
             if not self._inflights:  # all ranks agree before an operation needs the batch
-                refused = replace(fetched, refusal=refusal)
-                return InFlightBatch(
-                    **vars(refused), setting=setting, sizes_K=[0], micro_batches_K=[fetched.batch]
-                )
+                whole: dict[str, Any] = {"sizes_K": [0], "micro_batches_K": [fetched.batch]}
+                refused = vars(replace(fetched, refusal=refusal))
+                return InFlightBatch(**refused, setting=setting, **whole)
             before = self._inflights[-1].batch
             stand_in = Fetched(before, self._feed.create_context(), refusal=refusal)
             return self._split(stand_in, setting)
@@ -315,11 +309,8 @@ class BatchQueue:
                         reason = reason_of(error)
                         _log.info("a batch is trained whole, it cannot be split: %s", reason)
                     sizes_K = [num_samples, *[0] * (setting.num_micro_batches - 1)]
-        return InFlightBatch(
-            **vars(fetched),
-            setting=setting,
-            sizes_K=sizes_K,
-            micro_batches_K=micro_batches_K,
-            features_of=features_of,
-            forwards_first=self._forwards_first,
+        inflight = InFlightBatch(
+            **vars(fetched), setting=setting, sizes_K=sizes_K, micro_batches_K=micro_batches_K
         )
+        inflight.features_of, inflight.forwards_first = features_of, self._forwards_first
+        return inflight

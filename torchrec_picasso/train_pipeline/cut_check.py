@@ -127,7 +127,7 @@ class _Cut:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunResult:
     """The result of one way to run the model."""
 
     tensors: Sequence[tuple[str, Tensor | None]]
@@ -135,11 +135,9 @@ class _Run:
     output: Any
     state: State
 
-    def difference(self, parts: _Run, tolerance: Tolerance, cut: _Cut) -> str | None:
-        """Describes the first difference in gradients, loss, state or outputs.
-
-        The outputs of a torn batch are in another order and not compared.
-        """
+    def difference(self, parts: _RunResult, tolerance: Tolerance, cut: _Cut) -> str | None:
+        """Describes the first difference in gradients, loss, state or outputs. The outputs of a
+        torn batch are in another order and not compared."""
         for (name, one), (_, other) in zip(self.tensors, parts.tensors):
             if one is not None and other is not None:
                 found = difference_of(one.to_dense(), other.to_dense(), tolerance)
@@ -206,10 +204,8 @@ class CutEvidence:
         return prove(self.pipelined.inner, inflight.batch, outputs, self.program.losses.reduction)
 
     def compare(self, inflight: InFlightBatch) -> str | None:
-        """Describes a difference on any rank; ``None`` = no rank sees one. Collective.
-
-        The rows of the in-flight batch are fetched or on their way.
-        """
+        """Describes a difference on any rank; ``None`` = no rank sees one. Collective. The rows of
+        the in-flight batch are fetched or on their way."""
         # collective, so it comes before any decision of this rank alone
         full_outputs = inflight.full_batch_outputs(self.pipelined.plain)
         is_cut = inflight.sizes_K[0] < inflight.num_samples
@@ -219,7 +215,6 @@ class CutEvidence:
     def _difference(
         self, inflight: InFlightBatch, full_outputs: Mapping[str, FullBatchOutput]
     ) -> str | None:
-        """Describes the first difference on this rank."""
         num_samples, num_parts = inflight.num_samples, len(inflight.sizes_K)
         ways = {
             "on the whole batch": _Cut.in_order([num_samples]),
@@ -258,11 +253,9 @@ class CutEvidence:
         full_outputs: Mapping[str, FullBatchOutput],
         cut: _Cut,
         still: StillRandomness,
-    ) -> _Run:
+    ) -> _RunResult:
         """Runs forward and backward of all micro-batches of ``cut``, as a step does.
-
-        ``full_outputs`` are those of the sharded modules for the whole batch, by name.
-        """
+        ``full_outputs`` are those of the sharded modules for the whole batch, by name."""
         model = copy_model(self.pipelined.inner, self.pipelined.postproc_modules)
         # copies: a model may write into its batch, and the step still needs the original
         batch, context = copy_batch(inflight.batch), copy.copy(inflight.context)
@@ -288,15 +281,12 @@ class CutEvidence:
             if not at_once:
                 self._backward(losses_K, list(reversed(losses_K)), cut)
             # the leaves' gradients, in the order of the samples of the whole batch
-            tables = [
-                (f"the gradient of the output of {name}", grad)
-                for name, whole in given.items()
-                for grad in whole.joined_gradients()
-            ]
+            grads = [(name, grad) for name, v in given.items() for grad in v.joined_gradients()]
+            tables = [(f"the gradient of the output of {name}", grad) for name, grad in grads]
             weights = [(f"the gradient of {n}", w.grad) for n, w in dense_parameters(model)]
             loss = "the loss", program.losses.batch(losses_K, cut.sizes_K)
             output = self.options.join(outputs, cut.sizes_K) if cut.is_in_order else None
-            return _Run([*tables, *weights, loss], output, state_of(model))
+            return _RunResult([*tables, *weights, loss], output, state_of(model))
 
     def _give(self, given: Mapping[str, FullBatchOutput], cut: _Cut, index: int) -> None:
         """Gives sharded modules, which do not run, their output for one micro-batch's samples."""

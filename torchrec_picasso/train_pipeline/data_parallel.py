@@ -26,10 +26,8 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
-    """Finds the wrapper that reduces a ``DistributedModelParallel``'s dense gradients.
-
-    TorchRec's pipelines reduce no gradients themselves, so without a wrapper nothing does.
-    """
+    """Finds the wrapper that reduces a ``DistributedModelParallel``'s dense gradients. TorchRec's
+    pipelines reduce no gradients themselves, so without a wrapper nothing does."""
     wrapped = model._dmp_wrapped_module if isinstance(model, DistributedModelParallel) else None
     return wrapped if isinstance(wrapped, DistributedDataParallel) else None
 

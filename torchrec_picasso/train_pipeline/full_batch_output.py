@@ -1,7 +1,4 @@
-"""The full-batch output of a plain module, split by samples for micro-batches.
-
-Shape letters: K micro-batches, V values that gradients run back to.
-"""
+"""The full-batch output of a plain module, split by samples for micro-batches."""
 
 from __future__ import annotations
 
@@ -62,9 +59,7 @@ class FullBatchOutput:
 
     def part(self, sizes_K: Sequence[int], index: int) -> Any:
         """Returns the output for one of micro-batches, which have these sizes in every call.
-
-        CompatError if it cannot be split.
-        """
+        CompatError if it cannot be split."""
         if not self._parts_K:
             parts_K = split_output(self.value, sizes_K, f"module {self._name} returns")
             self._parts_K = list(map(self._with_leaves, parts_K))
@@ -113,9 +108,7 @@ class FullBatchOutput:
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
     """Applies a function to every tensor in the output of module ``name``, in a fixed order.
-
-    Awaitables are awaited, in containers too; TorchRec's allow one wait.
-    """
+    Awaitables are awaited, in containers too; TorchRec's allow one wait."""
     if isinstance(value, Awaitable):
         value = value.wait()
     if isinstance(value, (KeyedTensor, JaggedTensor)):

@@ -77,10 +77,8 @@ class HotSets:
             self._refresher.go_on_with(saved)
 
     def end_step(self) -> None:
-        """Ends a training step; a refresh may follow. Collective.
-
-        All ranks raise PicassoError if a replica differs from its owned row.
-        """
+        """Ends a training step; a refresh may follow. Collective. All ranks raise PicassoError if a
+        replica differs from its owned row."""
         self._num_steps += 1
         if self._verify_every is not None and self._num_steps % self._verify_every == 0:
             for group in self._groups:
@@ -117,24 +115,21 @@ def _check_route(route: Route) -> None:
     unlike_h = route.hot.ids_H[torch.cat(unlike_P)]
     first = int(unlike_h[0]) if len(unlike_h) else _NO_ROW
     was_written = any(storage.was_written() for storage in route.storages)
-    # Three numbers per rank: count of mismatches, packed id of the first one, written or not. All
+    # Three numbers per rank: count of mismatches, linear id of the first one, written or not. All
     # ranks receive (W, 3), so all return or raise together.
     own = unlike_h.new_tensor([len(unlike_h), first, was_written])
     count_W, first_W, written_W = route.ranks.gather(own).t().tolist()
     if any(written_W) or not any(count_W):
         return
     rank = next(rank for rank, count in enumerate(count_W) if count)
-    name, row = next(
-        (table.name, first_W[rank] - base)
-        for table, base, end in route.id_ranges()
-        if base <= first_W[rank] < end
-    )
+    found = first_W[rank]
+    table, base, _ = next(each for each in route.id_ranges() if each[1] <= found < each[2])
     # The message names the home rank too, because either copy may be the faulty one.
-    block, _ = route.space.find_blocks(torch.tensor([first_W[rank]], device=route.device))
+    block, _ = route.space.find_blocks(torch.tensor([found], device=route.device))
     home = int(route.space.block_rank_TW[block])
     counts = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(count_W) if count)
     raise PicassoError(
-        f"table {name!r}, row {row}: the replica on rank {rank} is not what its home on rank "
-        f"{home} is; {counts} differ. Load the last checkpoint, and look for failing memory or "
-        "writes past torch (by numpy, or through a storage)"
+        f"table {table.name!r}, row {found - base}: the replica on rank {rank} is not what its "
+        f"home on rank {home} is; {counts} differ. Load the last checkpoint, and look for failing "
+        "memory or writes past torch (by numpy, or through a storage)"
     )

@@ -34,7 +34,7 @@ class GroupBatch:
 
 
 @dataclass(frozen=True)
-class Run:
+class ModelRun:
     """A forward and a backward of the model, of a micro-batch or of the whole batch."""
 
     number: int
@@ -83,15 +83,14 @@ class InFlightBatch(Fetched):
         return [index for index, size in enumerate(self.sizes_K) if size] or [0]
 
     @property
-    def runs(self) -> Sequence[Run]:
+    def runs(self) -> Sequence[ModelRun]:
         """The runs of the model, in the order of their samples."""
         if self.is_whole:
             # from the first backward on gradients of rows are sent
-            return [Run(0, 0, self.order[0], self.batch, self.num_samples, self.filled)]
-        return [
-            Run(number, index, index, self.micro_batches_K[index], self.sizes_K[index], [index])
-            for number, index in enumerate(self.filled)
-        ]
+            return [ModelRun(0, 0, self.order[0], self.batch, self.num_samples, self.filled)]
+        batches, sizes = self.micro_batches_K, self.sizes_K
+        filled = enumerate(self.filled)
+        return [ModelRun(number, k, k, batches[k], sizes[k], [k]) for number, k in filled]
 
     @property
     def order(self) -> Sequence[int]:
@@ -108,13 +107,7 @@ class InFlightBatch(Fetched):
         return self.is_whole or self.filled == [self.order[-1]]
 
     def acquire(
-        self,
-        indices: Sequence[int],
-        group_batch: GroupBatch,
-        name: str,
-        number: int,
-        *,
-        trains: bool = True,
+        self, indices: Sequence[int], group_batch: GroupBatch, name: str, number: int, trains: bool
     ) -> list[tuple[MicroBatchRows, int]]:
         """Returns rows and samples of micro-batches that a module uses in one run of the model.
 
@@ -124,9 +117,8 @@ class InFlightBatch(Fetched):
         weights = self._weights_of(group_batch, name, number)
         acquired = []
         for index in indices:
-            sink = _no_sink
-            if trains:
-                sink = partial(self._take_gradients, group_batch.gradients, name, number, index)
+            take = partial(self._take_gradients, group_batch.gradients, name, number, index)
+            sink = take if trains else _drop_gradients
             is_last = trains and index == self.filled[-1]  # the last use of rows may free them
             rows = group_batch.rows.acquire(index, sink, weights, is_last=is_last, module=number)
             acquired.append((rows, self.sizes_K[index]))
@@ -140,10 +132,8 @@ class InFlightBatch(Fetched):
         index: int,
         grads_M: Sequence[Tensor],
     ) -> None:
-        """Receives the gradients ``(n, D_m)`` of the rows of each matrix, in a backward.
-
-        If the model runs a module without gradients, or stops its gradients, this is not called.
-        """
+        """Receives the gradients ``(n, D_m)`` of the rows of each matrix, in a backward. If the
+        model runs a module without gradients, or stops its gradients, this is not called."""
         if (name, index) in self.trained:
             raise CompatError(
                 f"{name}: a second backward of one step reaches its tables, which TorchRec updates "
@@ -186,20 +176,18 @@ class InFlightBatch(Fetched):
 
     def full_batch_outputs(self, plain: Mapping[str, Any]) -> dict[str, FullBatchOutput]:
         """Computes each pipelined module's output for the whole batch, without its graph.
-
-        Collective. The modules are those of all groups, and ``plain`` ones.
-        """
+        Collective. The modules are those of all groups, and ``plain`` ones."""
         self.compute_full_outputs(plain)
         outputs = {name: self.full_outputs[name].detached() for name in plain}
         for group_batch in self.groups:
             for number, name in enumerate(group_batch.group.modules):
                 self._weights_of(group_batch, name, number)  # once, with their graph
                 with torch.no_grad():
-                    acquired = self.acquire(self.filled, group_batch, name, number, trains=False)
+                    acquired = self.acquire(self.filled, group_batch, name, number, False)
                     whole = group_batch.group.output(name, acquired).wait()
                 outputs[name] = FullBatchOutput(whole, name, always_leaves=True)
         return outputs
 
 
-def _no_sink(grads_M: Sequence[Tensor]) -> None:
+def _drop_gradients(grads_M: Sequence[Tensor]) -> None:
     """Receives gradients of a run that trains nothing."""

@@ -27,11 +27,11 @@ from torchrec_picasso.schedule.schedule import Schedule, Setting
 from torchrec_picasso.sharding.delta_tracker import begin_batch
 from torchrec_picasso.train_pipeline.batch_queue import BatchQueue
 from torchrec_picasso.train_pipeline.cut_check import CutEvidence
-from torchrec_picasso.train_pipeline.cuts import Cuts
 from torchrec_picasso.train_pipeline.hot_sets import HotSets
 from torchrec_picasso.train_pipeline.in_flight_batch import GroupBatch, InFlightBatch
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 from torchrec_picasso.train_pipeline.losses import Losses
+from torchrec_picasso.train_pipeline.micro_batch_policy import MicroBatchPolicy
 from torchrec_picasso.train_pipeline.model_parts import inner_model, process_group_of
 from torchrec_picasso.train_pipeline.operations import Operations, Program
 from torchrec_picasso.train_pipeline.options import (
@@ -164,10 +164,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """Starts with a model that no step has run; no batch is in flight."""
         self._stock = StockSteps.find(model, self._options, self._device, self._execute_all_batches)
         asked = self._options.num_micro_batches if self._stock is None else 1
-        self._cuts = Cuts(asked, self._options.lookahead, self._device)
-        self._queue = BatchQueue(
-            model, self._feed, self._options, self._cuts, self._lifecycle, self._id_stream
-        )
+        self._policy = MicroBatchPolicy(asked, self._options.lookahead, self._device)
+        parts = self._feed, self._options, self._policy, self._lifecycle, self._id_stream
+        self._queue = BatchQueue(model, *parts)
         self._pipelined: PipelinedModel | None = None
         if self._stock is not None:
             self._model_fwd = self._stock.forward
@@ -175,26 +174,26 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches of the next batch."""
-        return self._cuts.current.num_micro_batches
+        return self._policy.current.num_micro_batches
 
     @property
     def lookahead(self) -> bool:
         """Whether the next batch's clean rows will be fetched early."""
-        return self._cuts.current.lookahead
+        return self._policy.current.lookahead
 
     @property
     def is_settled(self) -> bool:
         """Whether all further batches have the setting of the next batch."""
-        return self._stock is not None or self._cuts.is_settled
+        return self._stock is not None or self._policy.is_settled
 
     @property
     def setting(self) -> Setting | None:
         """The setting that the autotuner chose, for a later run; ``None`` before."""
-        return self._cuts.chosen if self._stock is None else self._cuts.current
+        return self._policy.chosen if self._stock is None else self._policy.current
 
     def settle_on(self, setting: Setting) -> None:
         """Adopts an earlier run's :attr:`setting`, if allowed, without autotuning; on all ranks."""
-        self._cuts.settle_on(setting)
+        self._policy.settle_on(setting)
 
     @property
     def last_refresh(self) -> Refreshed | None:
@@ -216,7 +215,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     @property
     def schedule(self) -> Schedule:
         """The operations of a training step, in order."""
-        return self._queue.schedule(self._cuts.current)
+        return self._queue.schedule(self._policy.current)
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Takes one step. Collective.
@@ -233,10 +232,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             PeerError: If another rank failed, with its message, or does not answer.
             PicassoError: If the step before did not end; see :meth:`reset`.
         """
-        is_training, step = self._model.training, self._batch_count
-        naming_ranks = self._queue.peers.propagate_errors(
-            lambda: f"step {step}, {self._queue.doing}"
-        )
+        is_training, step, queue = self._model.training, self._batch_count, self._queue
+        naming_ranks = queue.peers.propagate_errors(lambda: f"step {step}, {queue.doing}")
         with naming_ranks, self._watch.measuring(), explained_tracing():
             if self._stock is not None:
                 output: Out = super().progress(self._stock.batches(dataloader_iter, self))
@@ -302,7 +299,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if self._pipelined is not None:
             self._original_kjt_dist_forwards = self._pipelined.original_dist_forwards
         restore_regroups(self._regroups)
-        self._cuts.train_whole_next()
+        self._policy.train_whole_next()
         return super().detach()
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
@@ -348,12 +345,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def _trace(self, batch: In | None, context: TrainPipelineContext) -> PipelinedModel:
         return PipelinedModel(
-            self._model,
-            batch,
-            context,
-            id_stream=self._id_stream,
-            device=self._device,
-            pipeline_postproc=self._pipeline_postproc,
+            self._model, batch, context, self._id_stream, self._device, self._pipeline_postproc
         )
 
     def _take_over(self, batch: In, context: TrainPipelineContext) -> None:
@@ -362,11 +354,16 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._pipelined_modules = found.pipelined
         self._original_forwards = found.original_forwards
         self._pipelined_postprocs = found.postproc_modules
-        before = self._pipelined if self._queue else None  # its look prepared batches in flight
-        found.look_at(batch, context, known=None if before is None else before.look)
+        before = (
+            self._pipelined if self._queue else None
+        )  # batches in flight were read by its facts
+        known = None if before is None else before.first_batch
+        found.examine_first_batch(batch, context, known)
         program = _program_of(self, zero_grad=lambda: self._optimizer.zero_grad())
         try:
-            self._cuts.begin(CutEvidence(program, type(self), self._injected, found, self._options))
+            self._policy.begin(
+                CutEvidence(program, type(self), self._injected, found, self._options)
+            )
         except CompatError:
             self.detach()
             raise
@@ -381,7 +378,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         if self._stock is not None:
             return "no table is hot/cold: a step is that of TorchRec's TrainPipelineSparseDist"
         lines = [] if self._pipelined is None else self._pipelined.lines()
-        return "\n".join([*lines, str(self._cuts)])
+        return "\n".join([*lines, str(self._policy)])
 
 
 def _program_of(

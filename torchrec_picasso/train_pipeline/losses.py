@@ -8,8 +8,6 @@ of the batch if the loss of a micro-batch is scaled as follows.
 - ``"ratio"`` of two sums over samples, such as weighted losses over weights: the model returns
   ``((numerators, denominators), output)``. With N and D the sums over the whole batch,
   ``d(N / D) = sum over k of dn_k / D - N / D^2 dd_k``.
-
-Shape letter: K micro-batches.
 """
 
 from __future__ import annotations
@@ -38,9 +36,8 @@ class Losses:
     def checked(self, losses: Any) -> Any:
         """Returns the losses that a model returned, unchanged.
 
-        Raises:
-            CompatError: If the reduction is a ratio and the losses are no pair of tensors, or the
-                losses are tensors without data that the model kept from a proof.
+        Raises CompatError if the reduction is a ratio and the losses are no pair of tensors, or the
+        losses are tensors without data that the model kept from a proof.
         """
         if type(losses).__name__ == "FakeTensor":
             raise CompatError(
@@ -73,9 +70,7 @@ class Losses:
 
     def share(self, losses_K: Mapping[int, Any], index: int, sizes_K: Sequence[int]) -> Tensor:
         """Computes the 0-d loss of one micro-batch; their gradients sum up to those of the batch.
-
-        ``losses_K`` are those of all micro-batches that have samples.
-        """
+        ``losses_K`` are those of all micro-batches that have samples."""
         losses = losses_K[index]
         if self.reduction == "mean":
             return torch.sum(losses, dim=0) * (sizes_K[index] / sum(sizes_K))

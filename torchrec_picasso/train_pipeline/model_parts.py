@@ -8,8 +8,6 @@ kinds, or has tables of the first two kinds:
   micro-batches use parts of its full-batch output;
 - *not pipelined*: TorchRec cannot find its input without running the model. It runs inside the
   model, and updates its rows in every backward, so batches must be whole.
-
-Shape letter: N lookups.
 """
 
 from __future__ import annotations
@@ -73,10 +71,8 @@ class ProcessedModule:
         return self._tables.group
 
     def features_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Copies the features that the module looks up, in the order of its tables.
-
-        The copy has weights, which the processors may overwrite. Lengths must be valid.
-        """
+        """Copies the features that the module looks up, in the order of its tables. The copy has
+        weights, which the processors may overwrite. Lengths must be valid."""
         (own, *_), _ = self._module.preprocess_input([with_own_weights(features)], {})
         return self._tables.features_of(own)
 
@@ -135,20 +131,15 @@ def unpipelined_modules(
     modules with the names ``called``. The model is the one inside its wrapper.
     """
     known = {id(module) for module in pipelined}
-    return {
-        name: (_MADE_INSIDE if name in called else _NOT_SEEN)
-        for name, module in outside_of_sharded(model)
-        if isinstance(module, ShardedModule) and id(module) not in known
-    }
+    sharded = [(n, m) for n, m in outside_of_sharded(model) if isinstance(m, ShardedModule)]
+    names = [name for name, module in sharded if id(module) not in known]
+    return {name: _MADE_INSIDE if name in called else _NOT_SEEN for name in names}
 
 
 def has_stock_means(modules: Iterable[nn.Module]) -> bool:
     """Whether TorchRec divides any outputs after the exchange, which fails without samples."""
-    return any(
-        getattr(inner, "_has_mean_pooling_callback", False)
-        for module in modules
-        for inner in module.modules()
-    )
+    inside = [inner for module in modules for inner in module.modules()]
+    return any(getattr(inner, "_has_mean_pooling_callback", False) for inner in inside)
 
 
 def as_scheduled(module: ShardedModule) -> ScheduledModule | None:
@@ -165,7 +156,6 @@ def module_of(module: ScheduledModule) -> ShardedModule:
 
 
 def _tables_of(module: ShardedModule) -> ShardedModule:
-    """Returns a module without its feature processors."""
     is_processed = isinstance(module, ShardedFeatureProcessedEmbeddingBagCollection)
     return module._embedding_bag_collection if is_processed else module
 
@@ -184,9 +174,7 @@ def why_computed_once(module: ShardedModule) -> str:
 
 def why_whole_batches(model: nn.Module, unpipelined: Mapping[str, tuple[str, str]]) -> str | None:
     """Reason why batches of the model inside its wrapper cannot be split, with advice, or ``None``.
-
-    ``unpipelined`` is the result of :func:`unpipelined_modules`.
-    """
+    ``unpipelined`` is the result of :func:`unpipelined_modules`."""
     for name, module in outside_of_sharded(model):
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return (

@@ -32,9 +32,7 @@ from torchrec_picasso.train_pipeline.variable_batch import (
 
 class ModuleGroup:
     """Sharded modules whose exchange a schedule drives as one, in the order of their rows.
-
-    ``is_odd`` modules have variable-batch (VBE) features; their batch is never split.
-    """
+    ``is_odd`` modules have variable-batch (VBE) features; their batch is never split."""
 
     def __init__(self, modules: Mapping[str, ScheduledModule], *, is_odd: bool = False) -> None:
         self.modules = dict(modules)
@@ -109,10 +107,8 @@ def peers_of(name: str, module: ScheduledModule) -> tuple[Any, ...]:
 def group_modules(
     modules: Mapping[str, ScheduledModule], weighted: Collection[str], odd: Collection[str] = ()
 ) -> list[ModuleGroup]:
-    """Groups the modules that can travel together, in the order in which the model calls them.
-
-    The input of ``weighted`` modules has per-sample weights; ``odd`` ones have VBE features.
-    """
+    """Groups the modules that can travel together, in the order in which the model calls them. The
+    input of ``weighted`` modules has per-sample weights; ``odd`` ones have VBE features."""
     alike: dict[Any, dict[str, ScheduledModule]] = {}
     # All ranks build the same keys.
     for name, module in modules.items():

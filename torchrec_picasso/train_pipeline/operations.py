@@ -122,9 +122,9 @@ class Operations:
     # waits for the ids; then home ranks know the requested rows
     _receive_row_numbers = _for_each_group(lambda each: each.request.receive_row_numbers)
     # starts to fetch the rows that the batch before does not update
-    _fetch_clean = _for_each_group(lambda each: each.rows.fetch)
+    _fetch_clean = _for_each_group(lambda each: each.rows.fetch_clean)
     # starts to fetch the other rows of one chunk
-    _fetch_dirty = _for_each_group(lambda each: each.rows.fetch)
+    _fetch_dirty = _for_each_group(lambda each: each.rows.fetch_dirty)
     # reads replicas into the batch's row matrices
     _read_hot = _for_each_group(lambda each: each.rows.read_hot)
     # sends the gradients of one chunk's rows to their home ranks
@@ -157,7 +157,7 @@ class Operations:
         for each in inflight.groups:
             # The model calls the module later; the call waits for the rows of its micro-batch.
             for number, (name, module) in enumerate(each.group.modules.items()):
-                acquired = inflight.acquire(run.micro_batches, each, name, number)
+                acquired = inflight.acquire(run.micro_batches, each, name, number, True)
                 module.forward.set_compute(partial(each.group.output, name, acquired))
         inflight.compute_full_outputs(self.pipelined.plain)
         sizes = [each.num_samples for each in runs]
@@ -227,15 +227,11 @@ class Operations:
         """Updates home rows and replicas, and releases the rows' memory after the last pack."""
         for each in inflight.groups:
             # modules by position in the group, whose rows must not be updated
-            untrained = {
-                number
-                for number, name in enumerate(each.group.modules)
-                if not self._is_trained.get(name, True)
-            }
+            numbers = enumerate(each.group.modules)
+            untrained = {n for n, name in numbers if not self._is_trained.get(name, True)}
             if update_rows(each.group.row_group, [each.gradients], wave, untrained):
                 each.rows.release()
 
     def _dense_step(self, inflight: InFlightBatch) -> None:
-        """Steps the dense optimizer."""
         note_reduction(self.program.model)
         self.program.step()

@@ -119,10 +119,8 @@ REFUSED_OPTIONS: Mapping[str, str] = {
 
 
 def refuse_options(**options: bool) -> None:
-    """Refuses arguments of TorchRec's constructor that have no meaning here, all at once.
-
-    The values are those of the arguments in :data:`REFUSED_OPTIONS`.
-    """
+    """Refuses arguments of TorchRec's constructor that have no meaning here, all at once. The
+    values are those of the arguments in :data:`REFUSED_OPTIONS`."""
     refused = [f"{name}: {REFUSED_OPTIONS[name]}" for name, given in options.items() if given]
     if refused:
         raise CompatError(

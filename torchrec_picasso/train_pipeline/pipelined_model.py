@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -46,7 +46,7 @@ _ODD_BATCH = (
 
 
 @dataclass(frozen=True)
-class FirstLook:
+class FirstBatchFacts:
     """Facts about the first batch, equal on all ranks."""
 
     odd: Collection[str] = ()
@@ -60,17 +60,14 @@ class FirstLook:
 
 
 class PipelinedModel:
-    """Replaces the forwards of the sharded modules; TorchRec's ``detach`` restores them.
-
-    TorchRec's tracer may examine the first batch. CompatError if the model cannot be traced.
-    """
+    """Replaces the forwards of the sharded modules; TorchRec's ``detach`` restores them. TorchRec's
+    tracer may examine the first batch. CompatError if the model cannot be traced."""
 
     def __init__(
         self,
         model: nn.Module,
         batch: Any,
         context: TrainPipelineContext,
-        *,
         id_stream: IdStream,
         device: torch.device,
         pipeline_postproc: bool,
@@ -101,33 +98,32 @@ class PipelinedModel:
         self._why_plain: dict[str, str] = {}
         self._named = [(module.forward.name, module) for module in self.pipelined]
         for name, module in self._named:
-            scheduled = as_scheduled(module)
-            if scheduled is not None:
-                self.interleaved[name] = scheduled
-            elif isinstance(module, HotColdModule) and module.has_hot_cold:
-                self._take_apart(name, module)
-            else:
-                self.plain[name] = module
-                self._why_plain[name] = why_computed_once(module)
+            self._take(name, module)
         self._unpipelined = unpipelined_modules(self.inner, self.pipelined, changed)
         self.postprocs = Postprocs(self.postproc_modules)
         self._id_stream = id_stream
-        self.look = FirstLook()
-        """Facts about the first batch; set by :meth:`look_at`."""
+        self.first_batch = FirstBatchFacts()
+        """Facts about the first batch; set by :meth:`examine_first_batch`."""
         self.groups: Sequence[ModuleGroup] = ()
-        """The interleaved modules by common exchange; set by :meth:`look_at`."""
+        """The interleaved modules by common exchange; set by :meth:`examine_first_batch`."""
         self.preparation = Preparation.build(self.interleaved)
         """Reads ids in a data loader, for one micro-batch."""
         self.num_prepared = [0, 0]
         """Exchanges of prepared batches whose ids the step read again, and those that used them."""
 
-    def _take_apart(self, name: str, module: HotColdModule) -> None:
-        """Splits a module: its hot/cold tables are interleaved, its stock tables are not."""
-        stock_name = f"{name} (stock tables)"
-        hot_cold, stock = module.apart()
-        module.forward.take_apart({name: hot_cold, stock_name: stock}, module.join)
-        self.interleaved[name], self.plain[stock_name] = hot_cold, stock
-        self._why_plain[stock_name] = why_computed_once(module)
+    def _take(self, name: str, module: Any) -> None:
+        """Adds a module to the interleaved or to the plain ones, or its two parts to both."""
+        scheduled = as_scheduled(module)
+        if scheduled is not None:
+            self.interleaved[name] = scheduled
+            return
+        plain, why = module, why_computed_once(module)
+        if isinstance(module, HotColdModule) and module.has_hot_cold:
+            self.interleaved[name], plain = module.apart()
+            hot_cold, name = name, f"{name} (stock tables)"
+            parts = {hot_cold: self.interleaved[hot_cold], name: plain}
+            module.forward.take_apart(parts, module.join)
+        self.plain[name], self._why_plain[name] = plain, why
 
     @property
     def modules(self) -> Mapping[str, Any]:
@@ -163,7 +159,7 @@ class PipelinedModel:
         """
         features_of, num_samples, odd = self._examined(batch, context)
         for name in odd:
-            if name not in self.look.odd:
+            if name not in self.first_batch.odd:
                 raise CompatError(
                     f"{name}: {_ODD_BATCH}, and the first batch had not; give the pipeline such a "
                     "batch first, or use TorchRec's TrainPipelineSparseDist"
@@ -175,10 +171,8 @@ class PipelinedModel:
     def _examined(
         self, batch: Any, context: TrainPipelineContext
     ) -> tuple[Mapping[str, KeyedJaggedTensor], int, list[str]]:
-        """Finds the modules' features, the number of samples (1 if unknown), and odd modules.
-
-        These have another number of samples, or a batch size per feature (VBE).
-        """
+        """Finds the modules' features, the number of samples (1 if unknown), and odd modules. These
+        have another number of samples, or a batch size per feature (VBE)."""
         features_of = {}
         with self.postprocs.for_batch(context):
             for name, module in self.interleaved.items():
@@ -198,10 +192,6 @@ class PipelinedModel:
         originals = self.original_forwards, self.original_dist_forwards, self.postproc_modules
         detach_model(model, self.pipelined, *originals)
 
-    def was_written(self) -> bool:
-        """Whether home rows were written from outside, on this rank."""
-        return any(group.row_group.was_written() for group in self.groups)
-
     @property
     def num_changes(self) -> int:
         """Number of updates of all packs, and of writes taken over, by any driver of the tables."""
@@ -210,8 +200,7 @@ class PipelinedModel:
     def check_forwards(self) -> None:
         """Refuses a model whose forwards another pipeline has replaced.
 
-        Raises:
-            CompatError: On all ranks alike.
+        Raises CompatError on all ranks alike.
         """
         for name, module in self._named:
             if not isinstance(module.forward, InterleavedForward):
@@ -220,22 +209,17 @@ class PipelinedModel:
                     "pipeline before the other one, and detach() of the other one after it"
                 )
 
-    def apply_writes(self) -> None:
-        """Takes over what was written into home rows. Collective."""
-        for group in self.groups:
-            group.row_group.apply_writes()
-
-    def look_at(
-        self, batch: Any, context: TrainPipelineContext, known: FirstLook | None = None
+    def examine_first_batch(
+        self, batch: Any, context: TrainPipelineContext, known: FirstBatchFacts | None = None
     ) -> None:
         """Groups the modules that can travel together, by the facts about the first batch.
+        Collective, unless the facts are known: those of the batches in flight."""
+        self.first_batch = known or self._collected(batch, context)
+        self.groups = group_modules(
+            self.interleaved, self.first_batch.weighted, self.first_batch.odd
+        )
 
-        Collective, unless the facts are known: those of the batches in flight.
-        """
-        self.look = known or self._collected(batch, context)
-        self.groups = group_modules(self.interleaved, self.look.weighted, self.look.odd)
-
-    def _collected(self, batch: Any, context: TrainPipelineContext) -> FirstLook:
+    def _collected(self, batch: Any, context: TrainPipelineContext) -> FirstBatchFacts:
         """Collects the facts about all ranks' first batches. Collective."""
         with self._id_stream.working():
             self._id_stream.take_batch(batch)
@@ -263,11 +247,11 @@ class PipelinedModel:
                 "into micro-batches; use num_micro_batches=1, or keep tensors in its attributes "
                 f"and {SPLIT_ADVICE}"
             )
-        return FirstLook(names, most_samples, weighted, why_whole)
+        return FirstBatchFacts(names, most_samples, weighted, why_whole)
 
     def why_whole_batches(self) -> str | None:
         """Reason why batches cannot be split, as far as first batch and model show; or ``None``."""
-        return self.look.why_whole or why_whole_batches(self.inner, self._unpipelined)
+        return self.first_batch.why_whole or why_whole_batches(self.inner, self._unpipelined)
 
     def start_plain(self, inflight: InFlightBatch) -> None:
         """Starts the input dists of the plain modules, on the ids' stream. Collective."""
@@ -277,55 +261,35 @@ class PipelinedModel:
 
     def join_splits(self) -> None:
         """Makes the splits of TorchRec's input dists travel in one message, once these exist."""
-        plain = list(self.plain.values())
-        made = not any(
-            getattr(inside, "_has_uninitialized_input_dist", False)
-            for module in plain
-            for inside in module.modules()
-        )
+        inside = [each for module in self.plain.values() for each in module.modules()]
+        made = not any(getattr(each, "_has_uninitialized_input_dist", False) for each in inside)
         if made and not self._dist_forwards:
-            self._dist_forwards = {
-                name: override_input_dist_forwards([module]) for name, module in self.plain.items()
-            }
+            named = self.plain.items()
+            self._dist_forwards = {name: override_input_dist_forwards([m]) for name, m in named}
 
     @property
     def original_dist_forwards(self) -> list[Callable[..., Any]]:
-        """The forwards that TorchRec's ``detach`` restores, in the order of its input dists.
-
-        The two modules of a split module have their own input dists, which ``detach`` does not see.
-        """
-        return [
-            forward
-            for name, module in self._named
-            for forward in self._dist_forwards.get(name, _dist_forwards(module))
-        ]
+        """The forwards that TorchRec's ``detach`` restores, in the order of its input dists. The
+        two modules of a split module have their own input dists, which ``detach`` does not see."""
+        known = self._dist_forwards
+        by_module = [known.get(name, _dist_forwards(module)) for name, module in self._named]
+        return [forward for forwards in by_module for forward in forwards]
 
     def lines(self) -> list[str]:
         """Describes each module and the way it is run, one line per module."""
-        return [
-            *(
-                f"{name}: interleaved{_how(group, name)}"
-                for group in self.groups
-                for name in group.modules
-            ),
-            *(
-                f"{name}: computed once per batch, of its exchange only that of ids is hidden: "
-                f"{self._why_plain[name]}"
-                for name in self.plain
-            ),
-            *(f"{name}: not pipelined: {why}" for name, (why, _) in self._unpipelined.items()),
-            *self._prepared_line(),
-        ]
-
-    def _prepared_line(self) -> Iterator[str]:
-        """Describes the use of prepared batches, if there were any."""
+        named = [(group, name) for group in self.groups for name in group.modules]
+        lines = [f"{name}: interleaved{_how(group, name)}" for group, name in named]
+        once = "computed once per batch, of its exchange only that of ids is hidden"
+        lines += [f"{name}: {once}: {self._why_plain[name]}" for name in self.plain]
+        lines += [f"{name}: not pipelined: {why}" for name, (why, _) in self._unpipelined.items()]
         again, used = self.num_prepared
         if again or used:
-            yield f"ids prepared by the data loader: used {used} times, read again {again} times"
+            times = f"used {used} times, read again {again} times"
+            lines.append(f"ids prepared by the data loader: {times}")
+        return lines
 
 
 def _how(group: ModuleGroup, name: str) -> str:
-    """Describes the exchange of an interleaved module."""
     others = [other for other in group.modules if other != name]
     if others:
         return f" in one exchange with {', '.join(others)}"
@@ -335,9 +299,5 @@ def _how(group: ModuleGroup, name: str) -> str:
 
 def _dist_forwards(module: nn.Module) -> list[Callable[..., Any]]:
     """Lists the forwards of those input dists in a module whose splits TorchRec may join."""
-    return [
-        input_dist._dist.forward
-        for inside in module.modules()
-        for input_dist in getattr(inside, "_input_dists", [])
-        if hasattr(input_dist, "_dist")
-    ]
+    found = [each for inside in module.modules() for each in getattr(inside, "_input_dists", [])]
+    return [each._dist.forward for each in found if hasattr(each, "_dist")]

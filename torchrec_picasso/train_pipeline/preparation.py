@@ -82,15 +82,10 @@ class Preparation:
             if not all(isinstance(step, _STEPS) for step in source.steps):
                 continue
             none = torch.empty(0, dtype=torch.int64)
-            readings.append(
-                _Reading(
-                    name,
-                    source,
-                    [replace(table, hot_rows_H=none) for table in module.group.tables],
-                    numbers.setdefault(peers_of(name, module), len(numbers)),
-                    (is_weighted(module, False), is_weighted(module, True)),
-                )
-            )
+            tables = [replace(table, hot_rows_H=none) for table in module.group.tables]
+            peers = numbers.setdefault(peers_of(name, module), len(numbers))
+            weights = is_weighted(module, False), is_weighted(module, True)
+            readings.append(_Reading(name, source, tables, peers, weights))
         return Preparation(readings)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -99,14 +94,10 @@ class Preparation:
     @cached_property
     def plan(self) -> str:
         """A name of the tables and of where their features are in a batch."""
-        parts = [
-            (
-                each.name,
-                [(type(step).__name__, vars(step)) for step in each.source.steps],
-                each.tables,
-            )
-            for each in self.readings
-        ]
+        parts = []
+        for each in self.readings:
+            steps = [(type(step).__name__, vars(step)) for step in each.source.steps]
+            parts.append((each.name, steps, each.tables))
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def __call__(self, batch: Any) -> Any:
@@ -152,7 +143,7 @@ class Preparation:
                 by_module.append(with_weights(features, None).permute(order))
         one = by_module[0] if len(by_module) == 1 else KeyedJaggedTensor.concat(by_module)
         sizes_K = micro_batch_sizes(one.stride(), self.num_micro_batches)
-        return PreparedIds.pack(reader.read(one, sizes_K, has_weights), one)
+        return PreparedIds.from_read(reader.read(one, sizes_K, has_weights), one)
 
     @cached_property
     def _readers(self) -> dict[tuple[str, ...], tuple[IdReader | None, list[PackedTable]]]:

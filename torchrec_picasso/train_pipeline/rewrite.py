@@ -47,10 +47,8 @@ from torchrec_picasso.errors import CompatError
 
 
 class InterleavedForward(PipelinedForward):
-    """Returns a sharded module's output for the current micro-batch, which the pipeline sets.
-
-    It replaces ``forward`` of the module, as TorchRec's ``PipelinedForward`` does.
-    """
+    """Returns a sharded module's output for the current micro-batch, which the pipeline sets. It
+    replaces ``forward`` of the module, as TorchRec's ``PipelinedForward`` does."""
 
     _next: Callable[[], Any] | None = None
     _joined: Callable[[], LazyAwaitable[Any]] | None = None
@@ -60,10 +58,8 @@ class InterleavedForward(PipelinedForward):
         modules: Mapping[str, Any],
         join: Callable[[Sequence[LazyAwaitable[Any]]], LazyAwaitable[Any]],
     ) -> None:
-        """Makes this the forward of modules that the module was split into, by name.
-
-        Calls of the module itself return their joined outputs.
-        """
+        """Makes this the forward of modules that the module was split into, by name. Calls of the
+        module itself return their joined outputs."""
         parts = []
         for name, module in modules.items():
             module.forward = part = copy.copy(self)
@@ -87,8 +83,7 @@ class InterleavedForward(PipelinedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the output for the current micro-batch; arguments are ignored.
 
-        Raises:
-            CompatError: If the pipeline has set no output.
+        Raises CompatError if the pipeline has set no output.
         """
         if self._joined is not None:
             return self._joined()
@@ -120,9 +115,7 @@ class Postprocs:
         part_of: Callable[[Sequence[Any]], Any],
     ) -> AbstractContextManager[None]:
         """In this context, postprocs return a micro-batch's part of their result for the batch.
-
-        ``part_of`` makes it from the pieces of the result, which have these sizes.
-        """
+        ``part_of`` makes it from the pieces of the result, which have these sizes."""
         if self._modules and len(sizes) > 1:
             part = TrainPipelineContext(index=context.index, version=context.version)
             for name, result in context.postproc_fwd_results.items():
@@ -148,11 +141,8 @@ def explained_tracing() -> Iterator[None]:
             raise
         traced = traceback.extract_tb(error.__traceback__)[codes.index(_TRACER) :]
         # the innermost line outside the libraries is the one that the user can change
-        lines = [
-            f" at {frame.filename}:{frame.lineno}, `{frame.line}`"
-            for frame in traced
-            if not _is_library(frame.filename)
-        ]
+        users = [frame for frame in traced if not _is_library(frame.filename)]
+        lines = [f" at {frame.filename}:{frame.lineno}, `{frame.line}`" for frame in users]
         where = lines[-1] if lines else ""
         raise CompatError(
             "the model cannot be traced by torch.fx, which tells the pipeline what its tables look "
@@ -164,7 +154,6 @@ def explained_tracing() -> Iterator[None]:
 
 
 def _is_library(filename: str) -> bool:
-    """Whether a file belongs to Python, torch or TorchRec."""
     if filename.startswith(_STDLIB) and "site-packages" not in filename:
         return True
     return filename.startswith((*_LIBRARIES, "<"))  # "<" marks generated code
@@ -187,10 +176,8 @@ def restore_regroups(replaced: list[KTRegroupAsDict]) -> None:
 
 
 def regroup(module: KTRegroupAsDict, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
-    """Concatenates columns ``(B, sum of D)`` by key: ``(B, columns of the group)`` each.
-
-    Inputs that the module may refuse are passed to the module itself.
-    """
+    """Concatenates columns ``(B, sum of D)`` by key: ``(B, columns of the group)`` each. Inputs
+    that the module may refuse are passed to the module itself."""
     columns: dict[str, Tensor] = {}
     num_columns = 0
     for keyed in keyed_tensors:

@@ -136,7 +136,6 @@ class StepWatch:
             take(report)
 
     def _peak_bytes(self) -> int:
-        """Largest memory so far, in bytes."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB

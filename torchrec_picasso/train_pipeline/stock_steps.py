@@ -6,8 +6,6 @@ may be a ratio, and steps are reported.
 
 The input dist of TorchRec's tables tells every rank the batch size of all ranks, so the end of all
 data costs nothing: only a batch that may have no samples anywhere makes ranks ask each other.
-
-Shape letter: W ranks.
 """
 
 from __future__ import annotations
@@ -44,15 +42,11 @@ class StockSteps:
     """Gives TorchRec's pipeline batches until the data of all ranks has ended, and a forward."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        options: PipelineOptions,
-        device: torch.device,
-        execute_all_batches: bool,
+        self, model: nn.Module, options: PipelineOptions, device: torch.device, executes_all: bool
     ) -> None:
         self._model, self._options = model, options
         self._forward = options.custom_model_fwd or model
-        self._device, self._execute_all_batches = device, execute_all_batches
+        self._device, self._execute_all_batches = device, executes_all
         self._losses = Losses(options.loss_reduction)
         self._are_data: deque[bool] = deque()
         """Whether each batch in flight is this rank's data, or an empty one after its end."""
@@ -139,9 +133,7 @@ class StockSteps:
 
 def _batch_sizes(context: TrainPipelineContext) -> Sequence[int]:
     """Returns the batch sizes ``(W,)`` of a batch that its input dist knows, equal on all ranks.
-
-    None are known of tables that each rank stores, and of features with own batch sizes.
-    """
+    None are known of tables that each rank stores, and of features with own batch sizes."""
     for request in context.input_dist_tensors_requests.values():
         for awaitable in getattr(request, "awaitables", ()):
             sizes_W: Sequence[int] | None = getattr(awaitable, "_stride_per_rank", None)

@@ -42,10 +42,8 @@ class VariableBatchFeatures(KeyedJaggedTensor):
 
     @staticmethod
     def pad(features: KeyedJaggedTensor, given: KeyedJaggedTensor) -> VariableBatchFeatures:
-        """Converts features in the order of the tables, without a copy.
-
-        ``given`` are the features as the batch has them, perhaps with inverse indices.
-        """
+        """Converts features in the order of the tables, without a copy. ``given`` are the features
+        as the batch has them, perhaps with inverse indices."""
         row_of_sample_FB = None
         if features.variable_stride_per_key():
             names, row_of_sample_FB = given.inverse_indices()

@@ -70,7 +70,7 @@ class TensorBoardReports:
         self._first_step = first_step
         self._every_steps = every_steps
         self._window: list[StepReport] = []
-        self._looked: Refreshed | None = None
+        self._evaluated: Refreshed | None = None
         self._writer: Any = None
         if not dist.is_initialized() or dist.get_rank() == 0:
             from torch.utils.tensorboard import SummaryWriter  # an optional package
@@ -86,8 +86,8 @@ class TensorBoardReports:
         self._window.append(report)
         step = self._first_step + report.step + 1
         if self.is_due(step):
-            self.write(step, figures_of(self._window, self._looked))
-            self._window, self._looked = [], report.refreshed
+            self.write(step, figures_of(self._window, self._evaluated))
+            self._window, self._evaluated = [], report.refreshed
 
     def is_due(self, step: int) -> bool:
         """Whether curves have a point after this many steps.
@@ -114,7 +114,9 @@ class TensorBoardReports:
             self._writer.close()
 
 
-def figures_of(reports: Sequence[StepReport], looked: Refreshed | None = None) -> dict[str, float]:
+def figures_of(
+    reports: Sequence[StepReport], evaluated: Refreshed | None = None
+) -> dict[str, float]:
     """Computes the points of some steps of one rank, by name of the curve.
 
     ``sent_bytes`` is a mean per step, ``coverage`` a mean over the steps that have one.
@@ -124,7 +126,7 @@ def figures_of(reports: Sequence[StepReport], looked: Refreshed | None = None) -
 
     Args:
         reports: Reports of consecutive steps, at least one.
-        looked: Result of the last refresh evaluation before them.
+        evaluated: Result of the last refresh evaluation before them.
     """
     seconds = sum(report.seconds for report in reports)
     figures = {
@@ -138,22 +140,22 @@ def figures_of(reports: Sequence[StepReport], looked: Refreshed | None = None) -
         figures["coverage"] = sum(coverages) / len(coverages)
     return {
         f"pipeline/{name}": value
-        for name, value in (figures | _refresh_curves(reports, looked)).items()
+        for name, value in (figures | _refresh_curves(reports, evaluated)).items()
     }
 
 
-def _refresh_curves(reports: Sequence[StepReport], looked: Refreshed | None) -> dict[str, float]:
+def _refresh_curves(reports: Sequence[StepReport], evaluated: Refreshed | None) -> dict[str, float]:
     """Computes the points of the refresh evaluations among some steps; empty if there were none."""
-    looks: list[Refreshed] = []
+    evaluations: list[Refreshed] = []
     for report in reports:
         # a report repeats the last evaluation; a new object means one in this step
-        if report.refreshed is not None and report.refreshed is not looked:
-            looked = report.refreshed
-            looks.append(looked)
-    if not looks:
+        if report.refreshed is not None and report.refreshed is not evaluated:
+            evaluated = report.refreshed
+            evaluations.append(evaluated)
+    if not evaluations:
         return {}
-    figures = {"rows_moved": float(sum(look.num_moved for look in looks))}
-    uses_W = looks[-1].home_uses_W
+    figures = {"rows_moved": float(sum(each.num_moved for each in evaluations))}
+    uses_W = evaluations[-1].home_uses_W
     if sum(uses_W):
         figures["busiest_home"] = max(uses_W) * len(uses_W) / sum(uses_W)
     return figures

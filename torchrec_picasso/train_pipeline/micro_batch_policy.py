@@ -39,26 +39,22 @@ _OFTEN_UNTIL = 16
 
 
 def is_due(step: int) -> bool:
-    """Whether a training step, counted from 1, starts with a comparison.
-
-    Steps 1, 2, 4, 8, 16, then 64, 256, 1024, ...
-    """
+    """Whether a training step, counted from 1, starts with a comparison. Steps 1, 2, 4, 8, 16, then
+    64, 256, 1024, ..."""
     is_power_of_2 = step & (step - 1) == 0
     return is_power_of_2 and (step <= _OFTEN_UNTIL or step.bit_length() % 2 == 1)
 
 
-class Cuts:
-    """Decides between micro-batches and whole batches, for one model, and times the steps.
-
-    ``None`` for a number of micro-batches or for lookahead = the fastest.
-    """
+class MicroBatchPolicy:
+    """Decides whether batches are trained whole or in micro-batches, and times the steps. ``None``
+    for a number of micro-batches or for lookahead = the fastest."""
 
     def __init__(
         self, num_micro_batches: int | None, lookahead: bool | None, device: torch.device
     ) -> None:
         self._asked, self._lookahead = num_micro_batches, lookahead
         self._device, self._clock = device, StepClock(device)
-        self._has_looked = False
+        self._has_examined = False
         # the first training step is whole, and so is one after forwards without backwards, which
         # leave DistributedDataParallel waiting
         self._is_next_whole = True
@@ -89,7 +85,9 @@ class Cuts:
             self._choose_among(self._asked)
             return
         # with a few samples, or nothing to hide, micro-batches cannot be faster
-        may_pay = bool(pipelined.interleaved) and len(pieces_for(pipelined.look.num_samples)) > 1
+        may_pay = (
+            bool(pipelined.interleaved) and len(pieces_for(pipelined.first_batch.num_samples)) > 1
+        )
         if why_whole is not None or not may_pay:
             self._settle_whole(why_whole)
 
@@ -114,10 +112,8 @@ class Cuts:
         self._choice.settle_on(setting)
 
     def has_changed(self, batch: Any) -> bool:
-        """Whether the model or the form of the next batch differs from what was examined.
-
-        This rank's result only: its consequences wait until all ranks agree.
-        """
+        """Whether the model or the form of the next batch differs from what was examined. This
+        rank's result only: its consequences wait until all ranks agree."""
         self._change = None
         if self._why_whole is not None:
             return False
@@ -141,40 +137,36 @@ class Cuts:
         """Decides before a training step whether its batch is trained whole. Collective.
 
         ``has_changed`` tells whether the model of any rank has changed since the last decision.
-
-        Raises:
-            CompatError: On all ranks, if the user requested micro-batches that do not train the
-                same as the batch. The step has not begun.
+        Raises CompatError on all ranks, if the user requested micro-batches that do not train the
+        same as the batch. The step has not begun.
         """
         # before a proof or comparison: these compute the outputs of the batch that the step uses
         inflight.is_whole |= self._is_next_whole
-        self._has_looked = self._look(inflight, has_changed)
+        self._has_examined = self._examine(inflight, has_changed)
         inflight.is_whole |= self._asked is None and self._proof is None
         self._is_next_whole = False
 
     def end_step(self, settings: Sequence[Setting]) -> None:
         """Gives the autotuner the time of a step that worked on batches with these settings.
-
-        Collective at some steps.
-        """
+        Collective at some steps."""
         span = self._clock.end_step()
         if len(settings) == NUM_BATCHES:
             # a step with a proof or a comparison has no time
-            counted = None if self._has_looked else span
+            counted = None if self._has_examined else span
             self._choice.note_step(settings, counted, self._clock, self._evidence.pipelined.pg)
 
-    def _look(self, inflight: InFlightBatch, has_changed: bool) -> bool:
+    def _examine(self, inflight: InFlightBatch, has_changed: bool) -> bool:
         """Runs a proof or a comparison if one is due; returns whether any ran. Collective."""
         self._num_steps += 1
         if self._asked == 1 or self._why_whole is not None:
             return False  # whole batches, for good
-        has_looked = self._num_steps == 1 or has_changed
-        if has_looked:
+        has_examined = self._num_steps == 1 or has_changed
+        if has_examined:
             self._prove(inflight)
         if self._asked is None or self._proof is not None:
-            return has_looked  # proved, or trained whole without a proof
+            return has_examined  # proved, or trained whole without a proof
         if has_changed or is_due(self._num_steps):
-            has_looked = True
+            has_examined = True
             reason = self._agree_on(self._evidence.objection())
             reason = reason or self._evidence.compare(inflight)
             if reason is not None:
@@ -182,7 +174,7 @@ class Cuts:
             if self._guard is not None:
                 # the comparison examined the current model
                 self._guard = self._guard.again(inflight.batch)
-        return has_looked
+        return has_examined
 
     def _agree_on(self, reason: str | None) -> str | None:
         return agree_on(self._evidence.pipelined.pg, self._device, reason)
@@ -203,7 +195,7 @@ class Cuts:
             reason = self._agree_on(proof.reason)
             self._proof = proof if reason is None else None
         if self._asked is not None:
-            return  # the number stays, proved or not; unproved it is compared by _look()
+            return  # the number stays, proved or not; unproved it is compared by _examine()
         if reason is not None:
             self._settle_whole(reason)
         else:
@@ -218,11 +210,9 @@ class Cuts:
 
     def _choose_among(self, num_micro_batches: int | None) -> None:
         """Lets the autotuner choose among the settings that may be fastest; ``None`` = any."""
-        pipelined = self._evidence.pipelined
-        is_interleaved = bool(pipelined.interleaved)
-        allowed = candidates(
-            num_micro_batches, self._lookahead, pipelined.look.num_samples, is_interleaved
-        )
+        pipelined, asked = self._evidence.pipelined, (num_micro_batches, self._lookahead)
+        num_samples, is_any = pipelined.first_batch.num_samples, bool(pipelined.interleaved)
+        allowed = candidates(*asked, num_samples, is_any)
         if allowed != self._choice.allowed:
             self._choice = SettingChoice(allowed, pipelined.planned_micro_batches, self._known)
 
