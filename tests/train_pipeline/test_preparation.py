@@ -4,27 +4,16 @@ import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, product
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 from torchrec.datasets.utils import Batch
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.sharding.jobs import (
-    ODD,
-    PLAIN,
-    Job,
-    Model,
-    build,
-    dense_optimizer,
-    result_of_module,
-    shard,
-)
+from tests.sharding.jobs import ODD, PLAIN, Job, Model, build, result_of_module, shard
 from tests.sharding.sequence_jobs import TABLES_OF, SequenceJob, build_sequences
 from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import Run, batches_of, compare_runs, pipeline_of, run_to_the_end
@@ -270,47 +259,6 @@ def test_workers_of_a_data_loader_prepare() -> None:
         assert used >= STEPS[rank]
         assert again == 0
     compare_runs(by_rank, True, False, rtol=0, atol=0)
-
-
-def _kept(prepare: Any, data: Any) -> Any:
-    """A loader with one iterator for all epochs."""
-    return DataLoader(
-        data,
-        batch_size=None,
-        collate_fn=prepare,
-        num_workers=1,
-        persistent_workers=True,
-        multiprocessing_context="fork",
-    )
-
-
-def _three(pipeline: Any, epoch: Any) -> list[list[torch.Tensor]]:
-    return [run_to_the_end(pipeline, iter(epoch)) for _ in range(3)]
-
-
-def _by_kept_workers(rank: int, world_size: int) -> Any:
-    runs, data = {}, _Numbers(rank)
-    for name, persists, executes_all in product(("rows", "stock"), (True, False), (True, False)):
-        model = build(JOBS[name], rank, 2)
-        pipeline = pipeline_of(model, num_micro_batches=1, execute_all_batches=executes_all)
-        epoch = [data[step] for step in range(len(data))]
-        epochs = _three(pipeline, _kept(pipeline.preparation(), data) if persists else epoch)
-        left = result_of_module(model, [], ("ebc",)), [*chain(*epochs)]
-        runs[name, persists, executes_all] = left
-    model = build(JOBS["rows"], rank, 2)
-    stock = TrainPipelineSparseDist(model, dense_optimizer(model), torch.device("cpu"))
-    alike = Subset(data, range(STEPS[1]))
-    return runs, list(map(len, _three(stock, _kept(lambda batch: batch, alike))))
-
-
-def test_workers_that_persist_have_further_epochs() -> None:
-    """Their loader has one iterator for all epochs; TorchRec's pipeline ends with the first."""
-    by_rank, by_torchrec = zip(*run_once(_by_kept_workers, 2))
-    assert by_torchrec == ([STEPS[1], 0, 0],) * 2
-    for name, executes_all in product(("rows", "stock"), (True, False)):
-        compare_runs(by_rank, (name, True, executes_all), (name, False, executes_all), 0, 0)
-        if executes_all:
-            assert len(by_rank[0][name, True, True][1]) == 3 * STEPS[0]
 
 
 def _what_it_holds(rank: int, world_size: int) -> None:
