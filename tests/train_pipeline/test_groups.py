@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
 
@@ -18,6 +19,7 @@ from tests.sharding.jobs import (
     Job,
     Model,
     RowWiseOnCpuSharder,
+    build,
     dense_optimizer,
     load_whole,
     params_of,
@@ -48,6 +50,25 @@ def _pipeline(pg: Any, is_ours: bool) -> Any:
     if not is_ours:
         return TrainPipelineSparseDist(sharded, optimizer, CPU)
     return InterleavedTrainPipeline(sharded, optimizer, CPU, loss_reduction="sum")
+
+
+def _stock_groups(rank: int, world_size: int) -> None:
+    """Of TorchRec's tables, one of them data-parallel, with a wire of 2 bytes, and a dense part."""
+    job = Job(placement={"a": "table_wise", "*": "data_parallel"}, wire="fp16")
+    model = build(job, rank, world_size)
+    parts = [*model.module.ebc._lookups, model._dmp_wrapped_module]
+    wrapped = [part for part in parts if isinstance(part, DistributedDataParallel)]
+    assert len(wrapped) == 2
+    for module in wrapped:
+        assert module.process_group is dist.group.WORLD
+        assert not module._comm_hooks, "sums of gradients are not encoded"
+    assert [d._pg for d in model.module.ebc._output_dists if hasattr(d, "_pg")] == [
+        dist.group.WORLD
+    ]
+
+
+def test_torchrec_has_one_group_and_sums_without_a_codec() -> None:
+    run_once(_stock_groups, 2)
 
 
 def _in_turns(rank: int, world_size: int, order: str) -> dict[bool, list[Tensor]]:
