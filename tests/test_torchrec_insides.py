@@ -109,6 +109,9 @@ FOREIGN: dict[str, set[str]] = {
     "torch.autograd.Variable": {"_execution_engine"},
     "torch.autograd.profiler": {"_is_profiler_enabled"},
     "torch.distributed.ProcessGroup": {"_get_backend"},
+    "torch.distributed.distributed_c10d": {
+        *("_get_default_store", "_new_process_group_helper", "_world")
+    },
     "torch.nn.Module": {
         *("_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"),
         *("_buffers", "_non_persistent_buffers_set"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +28,10 @@ from tests.support.pretended_device import (
 )
 from torchrec_picasso.ops import id_reader, segment_reduction
 from torchrec_picasso.ops.bags import bag_order
-from torchrec_picasso.rows import row_route
+from torchrec_picasso.rows import refresher, row_route
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows
+from torchrec_picasso.rows.refresh_policy import Refresh
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.storage.row_tables import RowTables
 
@@ -235,6 +237,20 @@ def test_a_device_trains_as_the_cpu(
     torch.testing.assert_close(pooled[:num_parts], expected[:num_parts], rtol=0, atol=0)
     torch.testing.assert_close(pooled, expected)
     torch.testing.assert_close(others, expected_others)
+
+
+def test_a_check_of_the_coverage_asks_the_device_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of(2, 2)
+    put_on_device(world)
+    (group, *_) = world.groups
+    group.ranks.pg = None
+    told = SimpleNamespace(wait=lambda: [[3, 1], [1, 3]])
+    monkeypatch.setattr(refresher, "Agreement", lambda *args: told)
+    with in_place_of_the_device(), PretendedDevice() as device:
+        checks = refresher.Refresher([group], Refresh(check_steps=1))
+        before = device.totals
+        assert checks._coverage() == (0.5, (1, 3))
+    assert device.totals == before
 
 
 def test_a_mix_and_a_wait_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,10 @@ def place(
     sharder: Any,
     ways: Mapping[str, Any],
     hot_cold: Mapping[str, HotColdParams] | None = None,
+    pg: dist.ProcessGroup | None = None,
 ) -> EmbeddingModuleShardingPlan:
     """Places a collection's tables, by name; those in ``hot_cold`` are hot/cold ones."""
-    world_size = dist.get_world_size()
+    world_size = dist.get_world_size(pg)
     plan = construct_module_sharding_plan(
         module,
         dict(ways),
@@ -48,10 +49,10 @@ def world_env() -> ShardingEnv:
 def distribute(
     model: nn.Module, plans: Mapping[str, Any], sharders: Iterable[Any], **options: Any
 ) -> DistributedModelParallel:
-    """Shards a model over all ranks; plans are by path of the collection."""
+    """Shards a model, over all ranks by default; plans are by path of the collection."""
     return DistributedModelParallel(
         model,
-        env=world_env(),
+        env=options.pop("env", None) or world_env(),
         device=CPU,
         plan=ShardingPlan(plan=dict(plans)),
         sharders=list(sharders),

@@ -1,6 +1,7 @@
 """Ranks with different numbers of batches: as the plain loop given empty ones; all end at once."""
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -161,6 +162,44 @@ def test_ranks_stop_together_where_not_all_batches_are_executed(name: str) -> No
     by_rank = run_ranks(_stop_together, 2, name, timeout_s=60)
     assert len(by_rank[0]["interleaved"][1]) == 4
     compare_runs(by_rank, "interleaved", "plain")
+
+
+class _OneIterator:
+    """Batches whose iterator is the same object in each epoch, as of workers that persist."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self._batches, self._rest = batches, iter(batches)
+
+    def __iter__(self) -> Any:
+        self._rest = iter(self._batches)
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._rest)
+
+
+def _epochs_of_one_iterator(rank: int, world_size: int) -> tuple[dict[Any, Run], list[int]]:
+    """Three epochs of 4 and 2 batches, by ours; of 2 and 2, by TorchRec's pipeline."""
+    runs: dict[Any, Run] = {}
+    for name, executes_all, is_one in product(("hot_cold", "stock"), (True, False), (True, False)):
+        job = JOBS[name]
+        model, batches = build(job, rank, world_size), batches_of(job, rank, range(4 - 2 * rank))
+        pipeline = pipeline_of(model, num_micro_batches=2, execute_all_batches=executes_all)
+        epoch: Any = _OneIterator(batches) if is_one else batches
+        by_epoch = [run_to_the_end(pipeline, iter(epoch)) for _ in range(3)]
+        outputs = [output for of_epoch in by_epoch for output in of_epoch]
+        runs[name, executes_all, is_one] = result_of(model, []), outputs
+    theirs = make_driver(None, build(JOBS["stock"], rank, world_size))
+    epoch = _OneIterator(batches[:2])
+    return runs, [len(run_to_the_end(theirs, iter(epoch))) for _ in range(3)]
+
+
+def test_an_iterator_that_begins_again() -> None:
+    """TorchRec's pipeline asks it no more."""
+    by_rank, by_torchrec = zip(*run_ranks(_epochs_of_one_iterator, 2, timeout_s=120))
+    assert by_torchrec == ([2, 0, 0],) * 2
+    for case in product(("hot_cold", "stock"), (True, False)):
+        compare_runs(by_rank, (*case, True), (*case, False), rtol=0, atol=0)
 
 
 def _early_new_iterators(

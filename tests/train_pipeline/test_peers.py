@@ -13,6 +13,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 
 from tests.sharding.jobs import ODD, PLAIN, Job, build
+from tests.train_pipeline.drivers import make_driver
 from tests.train_pipeline.runs import batches_of, pipeline_of
 from torchrec_picasso import InputError, PeerError
 from torchrec_picasso.app.launch.run_ranks import run_ranks
@@ -63,19 +64,29 @@ def put_into_forward(
 
 
 def fail_on_one_rank(
-    rank: int, world_size: int, top: str, job: Job, where: str, act: Callable[[], None]
+    rank: int,
+    world_size: int,
+    top: str,
+    job: Job,
+    where: str,
+    act: Callable[[], None],
+    stays_s: float = 0.0,
+    is_ours: bool = True,
 ) -> tuple[str, str, float]:
-    """Kind and text of what a rank raises, and after how many seconds."""
+    """Kind and text of what a rank raises, and after how many seconds.
+
+    Then the rank keeps its connections for ``stays_s``, as a program does that catches the error.
+    """
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
     dist.barrier()  # so that joining takes none of the timeout
     dist.destroy_process_group()  # one with a timeout of its own
     store = dist.FileStore(str(Path(top, "store")), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     model = build(job, rank, world_size)
-    pipeline = pipeline_of(model, num_micro_batches=1)
+    pipeline = pipeline_of(model, num_micro_batches=1) if is_ours else make_driver(None, model)
     arm = put_into_forward(model, act)
     batches = batches_of(job, rank, range(9))
-    if job is HOT_COLD:  # a failure that all got over must not be heard of again
+    if is_ours and job is HOT_COLD:  # a failure that all got over must not be heard of again
         bad = batches_of(job, rank, range(1))
         bad[0].sparse_features._values = torch.full_like(bad[0].sparse_features.values(), 10**6)
         with pytest.raises(InputError):
@@ -94,6 +105,8 @@ def fail_on_one_rank(
         raised = type(error).__name__, str(error), time.monotonic() - start
     else:
         raised = "nothing", "", 0.0
+    if rank == FAULTY:
+        time.sleep(stays_s)
     dist.destroy_process_group()  # as the end of the process would
     return raised
 
@@ -116,6 +129,21 @@ def test_a_rank_that_raises_is_heard_by_all(tmp_path: Path, job: Job, where: str
         else:
             expected = f"rank {FAULTY} failed in {at}: BrokenError: the user's own words"
             assert (kind, text) == (PeerError.__name__, expected)
+
+
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "stock"])
+def test_peers_of_a_rank_that_lives_on_wait_for_the_timeout(tmp_path: Path, is_ours: bool) -> None:
+    """As long under TorchRec's pipeline, whose error does not say why."""
+    args = (str(tmp_path), HOT_COLD, "forward", break_it, 3 * GROUP_TIMEOUT_S, is_ours)
+    raised = run_ranks(fail_on_one_rank, WORLD_SIZE, *args, timeout_s=60)
+    words = "the user's own words"
+    for rank, (kind, text, after_s) in enumerate(raised):
+        if rank == FAULTY:
+            assert (kind, text) == ("BrokenError", words)
+            continue
+        assert GROUP_TIMEOUT_S - 1 < after_s < 2.5 * GROUP_TIMEOUT_S
+        assert kind == ("PeerError" if is_ours else "RuntimeError")
+        assert (words in text) == is_ours
 
 
 def test_a_loss_without_a_graph_on_one_rank_is_heard_by_all(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ class UntilAllEnd(Iterator[Any]):
         self.asks_ahead = asks_ahead or not execute_all_batches or pg.size() == 1
         self._are_data = are_data
         self._batches: Iterator[Any] | None = None
-        self._has_ended = False
+        self.has_ended = False
+        """Whether the iterator has ended; it is not asked again."""
         self._own: deque[Any] = deque()  # batches of this rank that were read
         self._last: Any = None
 
@@ -60,10 +61,10 @@ class UntilAllEnd(Iterator[Any]):
         no batch is in flight, on any rank.
         """
         if batches is not self._batches:
-            self._batches, self._has_ended = batches, False
-        while len(self._own) < num_batches and not self._has_ended:
+            self._batches, self.has_ended = batches, False
+        while len(self._own) < num_batches and not self.has_ended:
             batch = next(batches, None)
-            self._has_ended = batch is None
+            self.has_ended = batch is None
             self._own += [] if batch is None else [batch]
         if is_first:
             self._last = None

@@ -58,7 +58,7 @@ class Agreement:
         sent_Wn = torch.tensor([list(own)] * pg.size(), dtype=torch.int64, device="cpu")
         note_sent(sent_Wn[0].nbytes * (pg.size() - 1))
         if pg not in _groups:
-            _groups[pg] = new_gloo_group(pg, device)
+            _groups[pg] = new_gloo_group(pg, device, "flags")
         self._received_Wn = torch.empty_like(sent_Wn)
         ends = self._received_Wn, sent_Wn
         self._work = dist.all_to_all_single(*ends, group=_groups[pg], async_op=True)

@@ -48,6 +48,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import (
+    GroupName,
+    _get_default_store,
+    _new_process_group_helper,
+    _world,
+)
 from torchrec.distributed.types import CommOp
 
 from torchrec_picasso._torchrec import QuantizedCommCodecs, get_gradient_division
@@ -163,7 +169,7 @@ class _Traffic:
     """The connections of one process group, and its exchanges in progress, in start order."""
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
-        self.group = pg if pg.size() == 1 else new_gloo_group(pg, torch.device("cpu"))
+        self.group = pg if pg.size() == 1 else new_gloo_group(pg, torch.device("cpu"), "rows")
         self.tags = cycle(_TAGS)  # equal on all ranks, and different for exchanges in progress
         self.in_flight: deque[_Exchange] = deque()
 
@@ -233,14 +239,17 @@ def _start_messages(
     return [work for work in works if work is not None]
 
 
-def new_gloo_group(pg: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Makes a gloo group with the ranks of ``pg`` and its timeout on ``device``. Collective."""
-    group = dist.new_group(
-        dist.get_process_group_ranks(pg),
-        timeout=pg._get_backend(device).options._timeout,
-        backend="gloo",
-        use_local_synchronization=True,  # ranks of other groups do not call this
-    )
+def new_gloo_group(pg: dist.ProcessGroup, device: torch.device, use: str) -> dist.ProcessGroup:
+    """Makes a gloo group with the ranks of ``pg`` and its timeout on ``device``. Collective.
+
+    Each group of ``pg`` has a ``use`` of its own. torch names a group by the number of groups that
+    a rank knows; of overlapping groups ranks know different numbers, and would not meet.
+    """
+    ranks = dist.get_process_group_ranks(pg)
+    name = GroupName(f"picasso/{use}/{pg.group_name}/{ranks}")
+    made = pg.size(), pg.rank(), ranks, "gloo", _get_default_store(), name
+    group, _ = _new_process_group_helper(*made, timeout=pg._get_backend(device).options._timeout)
+    _world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     let_training_go_first()  # the group's threads exist by now
     return group
 

@@ -11,8 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
+from torchrec_picasso.exchange.agreement import Agreement
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.hot_rows import CountedRoute, SavedUses
 from torchrec_picasso.rows.refresh_policy import Refresh
@@ -125,10 +124,10 @@ class Refresher:
         """Share of accesses to hot rows, and accesses by home rank. Collective."""
         route = self._counted[0].route
         own = [sum(u.num_hot for u in self._uses), sum(u.num_cold for u in self._uses)]
-        sent = torch.tensor(own, device=route.device)
-        hot_W, cold_W = route.ranks.gather(sent).t().tolist()
+        # host to host: the device is not waited for
+        hot_W, cold_W = zip(*Agreement(route.ranks.pg, route.device, own).wait())
         total = sum(hot_W) + sum(cold_W)
-        return (sum(hot_W) / total if total else 0.0), tuple(cold_W)
+        return (sum(hot_W) / total if total else 0.0), cold_W
 
     def _decay(self) -> None:
         """Decays all counts, so that later steps weigh more."""

@@ -36,6 +36,9 @@ from torchrec_picasso.storage.exactness import check_exact, check_states
 from torchrec_picasso.storage.row_tables import RowTables, choose_memory
 from torchrec_picasso.storage.row_uses import RowUses
 
+_MOST_SENT = 1 << 20
+"""Rows that a rank sends at once, at most, to fill replicas."""
+
 
 class TouchedHot(NamedTuple):
     """Hot rows that a step updates, and the subset whose home rank is this rank."""
@@ -108,10 +111,17 @@ class HotHomes:
 
         ``homes`` has an entry per home row of this rank, ``replicas`` one per slot, weights or
         state. Every rank receives one row for each of ``slots_s``, ascending int64 and equal on all
-        ranks; ``None`` = all slots.
+        ranks; ``None`` = all slots. They travel in pieces, since a rank may send each of its rows
+        to all ranks.
         """
         if slots_s is None:
             slots_s = torch.arange(self.num_hot_rows, device=self.rank_H.device)
+        for piece_s in slots_s.split(max(1, _MOST_SENT // ranks.size)):
+            self._broadcast_piece(homes, replicas, ranks, piece_s)
+
+    def _broadcast_piece(
+        self, homes: Tensor, replicas: Tensor, ranks: Ranks, slots_s: Tensor
+    ) -> None:
         rank_s, own_row_s = self.rank_H[slots_s], self.own_row_H[slots_s]
         own = homes[own_row_s[own_row_s >= 0]]
         # An all-gather of uneven blocks: each rank sends its h rows to all W ranks. Received rows

@@ -234,16 +234,23 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """
         is_training, step, queue = self._model.training, self._batch_count, self._queue
         naming_ranks = queue.peers.propagate_errors(lambda: f"step {step}, {queue.doing}")
-        with naming_ranks, self._watch.measuring(), explained_tracing():
+        try:
+            with naming_ranks, self._watch.measuring(), explained_tracing():
+                if self._stock is not None:
+                    output: Out = super().progress(self._stock.batches(dataloader_iter, self))
+                    num_samples, groups = self._stock.end_step(self), list[GroupBatch]()
+                else:
+                    inflight = self._take_step(dataloader_iter)
+                    num_samples, groups = inflight.num_samples, inflight.groups
+                    sizes = [run.num_samples for run in inflight.runs]
+                    output = self._options.join(list(inflight.outputs_K.values()), sizes)
+                    inflight.forget()
+        except StopIteration:
+            # a DataLoader with persistent workers starts its next epoch on the same iterator
+            self._dataloader_exhausted = False
             if self._stock is not None:
-                output: Out = super().progress(self._stock.batches(dataloader_iter, self))
-                num_samples, groups = self._stock.end_step(self), list[GroupBatch]()
-            else:
-                inflight = self._take_step(dataloader_iter)
-                num_samples, groups = inflight.num_samples, inflight.groups
-                sizes = [run.num_samples for run in inflight.runs]
-                output = self._options.join(list(inflight.outputs_K.values()), sizes)
-                inflight.forget()
+                self._stock.ask_data_again()
+            raise
         if is_training:
             self._watch.report(num_samples, groups, self.last_refresh)
         return output

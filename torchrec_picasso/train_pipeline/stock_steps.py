@@ -85,6 +85,10 @@ class StockSteps:
             pipeline.enqueue_batch(chain(self._batches))  # a step begins with two batches
         return chain(self._batches)  # a new object, or TorchRec asks no more after StopIteration
 
+    def ask_data_again(self) -> None:
+        """Lets the next step read an iterator that has ended."""
+        self._batches.has_ended = False
+
     def _is_over(self, context: TrainPipelineContext) -> bool:
         """Whether the next batch in flight is no rank's data. Collective."""
         if self._batches.asks_ahead:
