@@ -237,8 +237,11 @@ class DenseTimes:
     def from_total(total_ms: float, parameter_bytes: float = 0.0) -> DenseTimes:
         """Splits a known total time of forward and backward."""
         forward_ms = _FORWARD_SHARE * total_ms
-        found = DenseTimes(forward_ms=forward_ms, backward_ms=total_ms - forward_ms)
-        return replace(found, parameter_bytes=parameter_bytes)
+        return DenseTimes(
+            forward_ms=forward_ms,
+            backward_ms=total_ms - forward_ms,
+            parameter_bytes=parameter_bytes,
+        )
 
     @property
     def total_ms(self) -> float:
@@ -260,9 +263,13 @@ class DenseTimes:
             return self
         factor = batch_size / self.batch_size
         in_parts = tuple((count, a * factor, b * factor) for count, a, b in self.in_parts)
-        forward_ms, backward_ms = self.forward_ms * factor, self.backward_ms * factor
-        found = replace(self, forward_ms=forward_ms, backward_ms=backward_ms, in_parts=in_parts)
-        return replace(found, batch_size=batch_size)
+        return replace(
+            self,
+            forward_ms=self.forward_ms * factor,
+            backward_ms=self.backward_ms * factor,
+            batch_size=batch_size,
+            in_parts=in_parts,
+        )
 
 
 def non_negative_least_squares(a_MX: np.ndarray, b_M: np.ndarray) -> np.ndarray:

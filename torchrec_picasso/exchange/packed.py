@@ -123,9 +123,9 @@ class HotReduction:
     ) -> None:
         self._outputs_P = outputs_P
         # One all-reduce for all packs; with one pack the output itself is the buffer.
-        sizes_P, is_one = [output.numel() for output in outputs_P], len(outputs_P) == 1
-        first = outputs_P[0]
-        self._flat = first.view(-1).zero_() if is_one else first.new_zeros(sum(sizes_P))
+        sizes_P = [output.numel() for output in outputs_P]
+        first, *others = outputs_P
+        self._flat = first.new_zeros(sum(sizes_P)) if others else first.view(-1).zero_()
         # Scatter (h, D) into (t, D): rows that only other ranks touched contribute zero.
         for sums, output, positions, grads in zip(
             self._flat.split(sizes_P), outputs_P, positions_P, grads_P

@@ -136,9 +136,10 @@ def _tracked_paths(tracker: Any, tables: Sequence[PackedTable]) -> Mapping[str, 
 
 def _refuse_other_states(mode: TrackingMode, group: RowGroup) -> None:
     """Refuses a tracking mode whose optimizer state these tables' optimizer does not have."""
-    expected, is_elementwise = "of one number per row, as row-wise Adagrad has", False
-    if mode == TrackingMode.MOMENTUM_LAST:
-        expected, is_elementwise = "of the shape of the weights, as Adagrad has", True
+    is_elementwise = mode == TrackingMode.MOMENTUM_LAST
+    expected = "of one number per row, as row-wise Adagrad has"
+    if is_elementwise:
+        expected = "of the shape of the weights, as Adagrad has"
     packs = [(route, *pack) for route in group.routes for pack in enumerate(route.storages)]
     for route, pack, storage in packs:
         state = next(iter(storage.tables.row_states.values()), None)
