@@ -42,9 +42,6 @@ def variable_batch() -> KeyedJaggedTensor:
     )
 
 
-# -- sizes --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("samples", "parts", "sizes"),
     [
@@ -83,9 +80,6 @@ def test_sizes_sum_to_the_batch_and_waste_no_sample(samples: int, parts: int) ->
 def test_impossible_sizes_are_refused(samples: int, parts: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
         micro_batch_sizes(samples, parts)
-
-
-# -- jagged tensors -----------------------------------------------------------------------------
 
 
 @given(data=st.data(), sizes=sizes_of_parts, weighted=st.booleans(), ids=INTEGERS, lengths=INTEGERS)
@@ -194,9 +188,6 @@ def test_a_malformed_jagged_tensor_is_refused(kjt: Any, message: str) -> None:
         split_batch(kjt, [1, 1])
 
 
-# -- everything else ----------------------------------------------------------------------------
-
-
 @given(data=st.data(), sizes=sizes_of_parts)
 def test_every_part_of_a_nested_batch_has_its_number_of_samples(
     data: st.DataObject, sizes: list[int]
@@ -289,9 +280,6 @@ def test_a_dataclass_that_cannot_be_rebuilt_is_refused_with_advice() -> None:
 def test_sizes_below_zero_or_none_at_all_are_refused(sizes: list[int]) -> None:
     with pytest.raises(InputError, match="expected one or more, none below 0"):
         split_batch(torch.rand(3), sizes)
-
-
-# -- the number of samples ----------------------------------------------------------------------
 
 
 def test_the_number_of_samples_is_that_of_the_first_kjt_else_of_the_first_tensor() -> None:

@@ -69,7 +69,6 @@ def test_real_data_must_be_there(tmp_path: Path) -> None:
 def test_a_tiny_run_and_its_board(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     question = question_of("tbsm", _options())
     assert question.variants[-1] == "ours"
-    assert question.zoo is not None
     data = dataclasses.replace(question.zoo.data, batch_size=16, max_rows=300)
     question = dataclasses.replace(
         question,

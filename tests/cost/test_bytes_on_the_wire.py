@@ -67,8 +67,6 @@ def _predicted(sent_bytes: Any, num_dense: int, world_size: int) -> dict[str, fl
     }
 
 
-# -- with the true numbers of rows: exact ----------------------------------------------------------
-
 TABLES = (Table("a", 8, 66, ("f0",)), Table("b", 16, 42, ("f1",)))
 NUM_HOT = 4
 JOB = Job(placement={"*": NUM_HOT}, tables=TABLES, batch_sizes=(6,))
@@ -155,8 +153,6 @@ def test_bytes_of_true_numbers_are_exact(world_size: int, driver: Driver) -> Non
     # a byte for each row that has an id of four bytes
     assert marks == (mean["ids"] / 4 if driver is not None and driver[1] else 0)
 
-
-# -- with expected numbers from statistics ---------------------------------------------------------
 
 SKEWED = (
     Table("a", 16, 6000, ("f0",)),

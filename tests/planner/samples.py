@@ -1,13 +1,8 @@
 """Models, a stand-in sharder and statistics that the tests of this room share."""
 
 import torch
+import torchrec
 from torch import nn
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-)
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import ShardingType
@@ -39,12 +34,12 @@ class Model(nn.Module):
 
     def __init__(self, *, sequence: bool = False) -> None:
         super().__init__()
-        self.pooled = EmbeddingBagCollection(
-            tables=configs_of(EmbeddingBagConfig, tables_of(ROWS, DIM)), device=META
+        self.pooled = torchrec.EmbeddingBagCollection(
+            tables=configs_of(torchrec.EmbeddingBagConfig, tables_of(ROWS, DIM)), device=META
         )
         if sequence:
-            self.sequence = EmbeddingCollection(
-                tables=configs_of(EmbeddingConfig, tables_of({"s": 50}, DIM)), device=META
+            self.sequence = torchrec.EmbeddingCollection(
+                tables=configs_of(torchrec.EmbeddingConfig, tables_of({"s": 50}, DIM)), device=META
             )
 
 

@@ -285,6 +285,5 @@ def test_the_sharder_gives_the_planners_reasons() -> None:
     options = [{"optimizer": EmbOptimType.LARS_SGD}, {"gradient_clipping": True}]
     for params in options:
         refusal = why_not_exact(params, data_type=DataType.FP32, device_type="cpu")
-        assert refusal is not None
         with pytest.raises(CompatError, match=re.escape(refusal.what)):
             check_exact(params, ["t"], data_type=DataType.FP32, device=CPU, num_hot_rows=0)

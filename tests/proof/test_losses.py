@@ -9,17 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 from torchrec.datasets.utils import Batch
 
-from tests.proof.models import (
-    Head,
-    Model,
-    assert_cut_is_whole,
-    given_tables,
-    make_batch,
-    prove_head,
-    with_loss,
-)
+from tests.proof import models
 
-Loss = Callable[[Head, Tensor, Batch], Tensor]
+Loss = Callable[[models.Head, Tensor, Batch], Tensor]
 
 
 def _two(logits: Tensor) -> Tensor:
@@ -30,7 +22,7 @@ def _clicked(batch: Batch) -> Tensor:
     return (batch.labels > 0.5).long()
 
 
-def _per_lookup(head: Head, logits: Tensor, batch: Batch) -> Tensor:
+def _per_lookup(head: models.Head, logits: Tensor, batch: Batch) -> Tensor:
     """The sum over a feature's lookups of what its sample has, by the number of samples."""
     ids = batch.sparse_features["f"]
     places = torch.arange(logits.shape[0])
@@ -82,7 +74,7 @@ PROVED: dict[str, Loss] = {
 }
 
 
-def _recorded(head: Head, out: Tensor, batch: Batch) -> Tensor:
+def _recorded(head: models.Head, out: Tensor, batch: Batch) -> Tensor:
     with torch.profiler.record_function("loss"):
         return out.mean()
 
@@ -224,46 +216,45 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
 
 @pytest.mark.parametrize("name", PROVED)
 def test_proved(name: str) -> None:
-    head = with_loss(PROVED[name])()
-    assert prove_head(head).reason is None
-    batch = make_batch()
-    model = Model(head)
-    given = given_tables(model, batch.sparse_features)
-    assert_cut_is_whole(model, batch, given, [1, 6, 5], "mean")
+    head = models.with_loss(PROVED[name])()
+    assert models.prove_head(head).reason is None
+    batch = models.make_batch()
+    model = models.Model(head)
+    given = models.given_tables(model, batch.sparse_features)
+    models.assert_cut_is_whole(model, batch, given, [1, 6, 5], "mean")
 
 
 @pytest.mark.parametrize("name", UNPROVED)
 def test_unproved(name: str) -> None:
     loss, words = UNPROVED[name]
-    reason = prove_head(with_loss(loss)()).reason
-    assert reason is not None
+    reason = models.prove_head(models.with_loss(loss)()).reason
     assert words in reason
 
 
 def test_dropout_may_draw() -> None:
-    head = with_loss(lambda head, out, batch: functional.dropout(out).mean())()
-    assert prove_head(head).reason is None
+    head = models.with_loss(lambda head, out, batch: functional.dropout(out).mean())()
+    assert models.prove_head(head).reason is None
 
 
 def test_sums() -> None:
-    loss = with_loss(lambda head, out, batch: (out * batch.labels).sum())
-    assert prove_head(loss(), losses="sum").reason is None
-    assert "not a sum" in str(prove_head(Head(), losses="sum").reason)
+    loss = models.with_loss(lambda head, out, batch: (out * batch.labels).sum())
+    assert models.prove_head(loss(), losses="sum").reason is None
+    assert "not a sum" in str(models.prove_head(models.Head(), losses="sum").reason)
 
 
 def test_ratios() -> None:
-    def ratio(head: Head, out: Tensor, batch: Batch) -> Any:
+    def ratio(head: models.Head, out: Tensor, batch: Batch) -> Any:
         return (out * batch.labels).sum(), batch.labels.sum()
 
-    def of_mean(head: Head, out: Tensor, batch: Batch) -> Any:
+    def of_mean(head: models.Head, out: Tensor, batch: Batch) -> Any:
         return (out * batch.labels).sum(), batch.labels.mean()
 
-    assert prove_head(with_loss(ratio)(), losses="ratio").reason is None
-    assert "not a sum" in str(prove_head(with_loss(of_mean)(), losses="ratio").reason)
-    assert "not two sums" in str(prove_head(Head(), losses="ratio").reason)
+    assert models.prove_head(models.with_loss(ratio)(), losses="ratio").reason is None
+    assert "not a sum" in str(models.prove_head(models.with_loss(of_mean)(), losses="ratio").reason)
+    assert "not two sums" in str(models.prove_head(models.Head(), losses="ratio").reason)
 
 
 def test_a_reason_names_the_line() -> None:
     loss, _ = UNPROVED["cumsum"]
-    reason = prove_head(with_loss(loss)()).reason
+    reason = models.prove_head(models.with_loss(loss)()).reason
     assert f"{__file__}:{loss.__code__.co_firstlineno}" in str(reason)

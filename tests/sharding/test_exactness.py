@@ -216,9 +216,6 @@ def test_losses_fall() -> None:
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
-# -- beside those ----------------------------------------------------------------------------------
-
-
 def _packs(rank: int, world_size: int) -> list[list[tuple[list[str], str]]]:
     """Of tables of one memory and of two: which tables are a pack, and their kernel."""
     found = []

@@ -61,5 +61,4 @@ def train_unsharded(
 
 
 def _whole(value: Tensor | None) -> list[tuple[tuple[int, ...], Tensor]]:
-    assert value is not None
     return [((0,) * value.dim(), value.detach())]

@@ -10,33 +10,25 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipeline
 
-from tests.sharding.jobs import (
-    ATOL,
-    CPU,
-    RTOL,
-    Job,
-    Result,
-    assert_same_results,
-    dense_optimizer,
-    make_batch,
-)
+from tests.sharding import jobs
+from tests.sharding.jobs import ATOL, RTOL
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.batches.split import split_batch
 
 
-def batches_of(job: Job, rank: int, steps: Iterable[int]) -> list[Batch]:
-    return [make_batch(job, rank, step) for step in steps]
+def batches_of(job: jobs.Job, rank: int, steps: Iterable[int]) -> list[Batch]:
+    return [jobs.make_batch(job, rank, step) for step in steps]
 
 
-def empty_of(job: Job) -> Batch:
+def empty_of(job: jobs.Job) -> Batch:
     """A batch of no samples."""
-    batch = make_batch(job, 0, 0)
+    batch = jobs.make_batch(job, 0, 0)
     return split_batch(batch, [0, len(batch.labels)])[0]
 
 
 def pipeline_of(model: DistributedModelParallel, **settings: Any) -> InterleavedTrainPipeline:
-    settings = {"loss_reduction": "sum", "optimizer": dense_optimizer(model), **settings}
-    return InterleavedTrainPipeline(model, device=CPU, **settings)
+    settings = {"loss_reduction": "sum", "optimizer": jobs.dense_optimizer(model), **settings}
+    return InterleavedTrainPipeline(model, device=jobs.CPU, **settings)
 
 
 def run_to_the_end(pipeline: TrainPipeline, batches: Iterator[Batch]) -> list[Tensor]:
@@ -56,7 +48,7 @@ def plain_steps(
     before_step: Callable[[int], None] = lambda step: None,
 ) -> list[Tensor]:
     """The plain loop; without gradients if the model is in evaluation."""
-    optimizer = optimizer or dense_optimizer(model)
+    optimizer = optimizer or jobs.dense_optimizer(model)
     outputs = []
     for step, batch in enumerate(batches):
         before_step(step)
@@ -84,7 +76,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-Run = tuple[Result, list[Tensor]]
+Run = tuple[jobs.Result, list[Tensor]]
 """What a run leaves behind on a rank, and the output of each step."""
 
 
@@ -94,5 +86,5 @@ def compare_runs(
     """Compares two of the runs that each rank has, by their keys."""
     results, outputs = zip(*(of_rank[mine] for of_rank in by_rank))
     expected_results, expected_outputs = zip(*(of_rank[expected] for of_rank in by_rank))
-    assert_same_results(results, expected_results, rtol, atol)
+    jobs.assert_same_results(results, expected_results, rtol, atol)
     torch.testing.assert_close(outputs, expected_outputs, rtol=rtol, atol=atol)

@@ -62,8 +62,6 @@ class RaceDetector(TorchDispatchMode):
         # by stream: up to when it knows what each other stream has done
         self._knows: dict[int, dict[int, int]] = {stream.stream_id: {} for stream in streams}
 
-    # -- the device's module, as far as pipelines use it ---------------------------------------
-
     def current_stream(self) -> torch.Stream:
         return self._current
 
@@ -141,8 +139,6 @@ class RaceDetector(TorchDispatchMode):
     def note_write(self, tensor: Tensor) -> None:
         """Tells of a write that the operator does not tell of."""
         self._note_write(tensor, self._current.stream_id)
-
-    # ------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -120,9 +120,6 @@ def idle_streams() -> Iterator[None]:
         yield
 
 
-# -- pipelines and wrappers ------------------------------------------------------------------------
-
-
 def _dense(model: nn.Module) -> torch.optim.Optimizer:
     weights = [p for name, p in model.named_parameters() if ".t_" not in name]
     return torch.optim.SGD(weights, lr=0.05)
@@ -257,9 +254,6 @@ def _tracked(kind: str, mode: TrackingMode) -> Run:
         return told
 
     return run
-
-
-# -- modules, kernels and flags --------------------------------------------------------------------
 
 
 TABLE = {"name": "t_a", "embedding_dim": 8, "num_embeddings": 30, "feature_names": ["f"]}

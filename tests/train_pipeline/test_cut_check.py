@@ -14,17 +14,7 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from tests.support.shared_run import run_once
-from tests.train_pipeline.programs import (
-    CPU,
-    SAMPLES,
-    WIDTH,
-    Head,
-    Model,
-    batch_of,
-    build,
-    dense_optimizer,
-    left_behind,
-)
+from tests.train_pipeline import programs
 from tests.train_pipeline.runs import run_to_the_end
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import run_ranks
@@ -34,12 +24,12 @@ from torchrec_picasso.train_pipeline import cuts
 from torchrec_picasso.train_pipeline.cuts import Cuts, is_due
 
 
-class _Legal(Head):
+class _Legal(programs.Head):
     """A mean over samples, dropouts of all kinds, a norm over features."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.5)
+        self.norm, self.drop = nn.LayerNorm(programs.WIDTH), nn.Dropout(0.5)
 
     def tower(self, x: Tensor) -> Tensor:
         return self.over(self.drop(self.act(self.norm(self.hidden(x)))))
@@ -96,7 +86,7 @@ class _Noisy(_Legal):
         return hidden * float(np.random.rand())
 
 
-FOUND: dict[str, tuple[type[Head], list[str]]] = {
+FOUND: dict[str, tuple[type[programs.Head], list[str]]] = {
     "clicked": (_Clicked, ["the gradient of the output of ebc differs by"]),
     "summed": (_Summed, ["the gradient of the output of ebc differs by", "loss_reduction='sum'"]),
     "counting": (_Counting, ["a buffer or tensor of head differs after the forward"]),
@@ -107,19 +97,21 @@ FOUND: dict[str, tuple[type[Head], list[str]]] = {
 
 
 def _batches(rank: int, num_steps: int) -> list[Batch]:
-    return [batch_of(rank, step, SAMPLES) for step in range(num_steps)]
+    return [programs.batch_of(rank, step, programs.SAMPLES) for step in range(num_steps)]
 
 
 def _pipeline(model: Any, **settings: Any) -> InterleavedTrainPipeline:
-    return InterleavedTrainPipeline(model, dense_optimizer(model, lr=0.01), CPU, **settings)
+    return InterleavedTrainPipeline(
+        model, programs.dense_optimizer(model, lr=0.01), programs.CPU, **settings
+    )
 
 
 def _refused(rank: int, world_size: int) -> dict[str, Any]:
     """What asks for micro-batches is refused in the first step; what does not, trains whole."""
     told: dict[str, Any] = {}
     for name, (make, _) in FOUND.items():
-        model = build(Model(make), ())
-        before = left_behind(model)
+        model = programs.build(programs.Model(make), ())
+        before = programs.left_behind(model)
         pipeline = _pipeline(model, num_micro_batches=4)
         # on one rank alone it would not show
         batches = (
@@ -130,8 +122,8 @@ def _refused(rank: int, world_size: int) -> dict[str, Any]:
         for _ in range(2):
             with pytest.raises(CompatError) as refused:
                 pipeline.progress(iter(batches))
-        torch.testing.assert_close(left_behind(model), before, rtol=0, atol=0)
-        automatic = _pipeline(build(Model(make), ()), lookahead=True)
+        torch.testing.assert_close(programs.left_behind(model), before, rtol=0, atol=0)
+        automatic = _pipeline(programs.build(programs.Model(make), ()), lookahead=True)
         run_to_the_end(automatic, iter(batches))
         told[name] = str(refused.value), automatic.num_micro_batches, automatic.summary()
     return told
@@ -162,10 +154,10 @@ def _untouched(rank: int, world_size: int) -> dict[Any, Any]:
             if not is_checked:
                 patch.setattr(cuts, "is_due", lambda step: False)
             torch.manual_seed(7 + rank)
-            model = build(Model(_Legal), ())
+            model = programs.build(programs.Model(_Legal), ())
             pipeline = _pipeline(model, num_micro_batches=4, lookahead=True)
             outputs = run_to_the_end(pipeline, iter(_batches(rank, 5)))
-            results[is_checked] = outputs, left_behind(model), float(torch.rand(1))
+            results[is_checked] = outputs, programs.left_behind(model), float(torch.rand(1))
     return results
 
 
@@ -177,11 +169,11 @@ def test_a_legal_model_is_trained_to_the_bit_as_without_comparisons() -> None:
 
 def _another(rank: int, world_size: int) -> str:
     """A legal model, then another one in the same pipeline."""
-    pipeline = _pipeline(build(Model(_Legal), ()), num_micro_batches=4)
+    pipeline = _pipeline(programs.build(programs.Model(_Legal), ()), num_micro_batches=4)
     batches = _batches(rank, 6)
     run_to_the_end(pipeline, iter(batches[:3]))
     pipeline.detach()
-    pipeline.attach(build(Model(_Clicked), ()))
+    pipeline.attach(programs.build(programs.Model(_Clicked), ()))
     with pytest.raises(CompatError) as refused:
         pipeline.progress(iter(batches[3:]))
     return str(refused.value)
@@ -204,7 +196,7 @@ def _late(rank: int, world_size: int) -> str:
     batches = [
         _all_clicked(batch) if step < 7 else batch for step, batch in enumerate(_batches(rank, 12))
     ]
-    pipeline = _pipeline(build(Model(_LateClicked), ()), num_micro_batches=2)
+    pipeline = _pipeline(programs.build(programs.Model(_LateClicked), ()), num_micro_batches=2)
     iterator = iter(batches)
     for _ in range(7):
         pipeline.progress(iterator)

@@ -19,19 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torchrec import KeyedTensor
 from torchrec.datasets.utils import Batch
 
-from tests.train_pipeline.programs import (
-    BFLOAT16,
-    DIM,
-    SAMPLES,
-    STEPS,
-    WIDTH,
-    Head,
-    Program,
-    assert_as_stock,
-    batch_of,
-    cases_of,
-    dense_optimizer,
-)
+from tests.train_pipeline import programs
 
 
 class _OfClass:
@@ -51,7 +39,7 @@ class _OfObject:
         return self.num_calls
 
 
-class Scaled(Head):
+class Scaled(programs.Head):
     """Its loss grows with the forwards that something counts."""
 
     def factor(self, out: Tensor) -> float:
@@ -93,29 +81,29 @@ class CountsItself(Scaled):
         return 1 + self.num_calls // 4
 
 
-class Spectral(Head):
+class Spectral(programs.Head):
     def __init__(self) -> None:
         super().__init__()
         self.hidden = spectral_norm(self.hidden)
 
 
-class Communicates(Head):
+class Communicates(programs.Head):
     def output(self, out: Tensor, batch: Batch) -> Any:
         num_samples = torch.tensor(float(len(out)))
         dist.all_reduce(num_samples)
         return out.detach(), num_samples
 
 
-class Gated(Head):
+class Gated(programs.Head):
     def __init__(self) -> None:
         super().__init__()
-        self.gate = nn.Linear(DIM, WIDTH)
+        self.gate = nn.Linear(programs.DIM, programs.WIDTH)
 
     def gates(self, dense: Tensor) -> Tensor:
         return torch.softmax(4 * self.gate(dense), dim=1)
 
     def tower(self, x: Tensor) -> Tensor:
-        return self.over(torch.tanh(self.hidden(x)) * self.gates(x[:, :DIM]))
+        return self.over(torch.tanh(self.hidden(x)) * self.gates(x[:, : programs.DIM]))
 
 
 class Balanced(Gated):
@@ -140,14 +128,14 @@ class BalancedInBackward(Gated):
         return _AddLoss.apply(gates, gates.mean(0).square().sum())
 
 
-class Penalised(Head):
+class Penalised(programs.Head):
     def tower(self, x: Tensor) -> Tensor:
         out = super().tower(x)
         (slopes,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return out + slopes.square().sum(dim=1, keepdim=True)
 
 
-class Pairs(Head):
+class Pairs(programs.Head):
     """Compares neighbours; a cut into even micro-batches keeps them together."""
 
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
@@ -155,30 +143,30 @@ class Pairs(Head):
         return functional.softplus(other - clicked).mean()
 
 
-class Sessions(Head):
+class Sessions(programs.Head):
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         _, session = batch.dense_features[:, 0].unique(return_inverse=True)
         sums = torch.zeros(len(session)).index_add(0, session, out.exp())
         return (sums[session].log() - 3 * out * batch.labels).mean()
 
 
-class Cached(Head):
+class Cached(programs.Head):
     @cache  # noqa: B019
     def scales(self, width: int) -> Tensor:
         return torch.linspace(0.5, 1, width)
 
     def tower(self, x: Tensor) -> Tensor:
-        return self.over(torch.tanh(self.hidden(x)) * self.scales(WIDTH))
+        return self.over(torch.tanh(self.hidden(x)) * self.scales(programs.WIDTH))
 
 
-class Switched(Head):
+class Switched(programs.Head):
     """Compares samples once it is told to."""
 
     compares = False
 
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         loss = super().loss(out, batch)
-        return loss + (out.sum() / SAMPLES**0.5).square() if self.compares else loss
+        return loss + (out.sum() / programs.SAMPLES**0.5).square() if self.compares else loss
 
 
 class Checkpointed(Switched):
@@ -206,7 +194,7 @@ class Shaken(Switched):
         return super().tower(x + 1e-9 * way / way.norm(dim=1, keepdim=True))
 
 
-def _comparing(condition: Callable[[], bool]) -> type[Head]:
+def _comparing(condition: Callable[[], bool]) -> type[programs.Head]:
     """Compares samples in the steps that a condition holds in."""
     return type("Comparing", (Switched,), {"compares": property(lambda head: condition())})
 
@@ -229,8 +217,8 @@ class OfItsType(Switched):
 
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
         self_compares = type(out) is Tensor
-        loss = Head.loss(self, out, batch)
-        return loss + (out.sum() / SAMPLES**0.5).square() if self_compares else loss
+        loss = programs.Head.loss(self, out, batch)
+        return loss + (out.sum() / programs.SAMPLES**0.5).square() if self_compares else loss
 
 
 class _Centre(torch.autograd.Function):
@@ -238,19 +226,19 @@ class _Centre(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
-        return values - values.mean() if values.sum() > -SAMPLES else values.clone()
+        return values - values.mean() if values.sum() > -programs.SAMPLES else values.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 
-class Centred(Head):
+class Centred(programs.Head):
     def logits(self, x: Tensor) -> Tensor:
         return _Centre.apply(super().logits(x))
 
 
-class NormalisedInCheckpoint(Head):
+class NormalisedInCheckpoint(programs.Head):
     def tower(self, x: Tensor) -> Tensor:
         def norm(values: Tensor) -> Tensor:
             return functional.batch_norm(values, None, None, training=True)
@@ -259,7 +247,7 @@ class NormalisedInCheckpoint(Head):
         return self.over(torch.tanh(hidden))
 
 
-class WritingClicked(Head):
+class WritingClicked(programs.Head):
     def forward(self, pooled: KeyedTensor, batch: Batch) -> tuple[Any, Any]:
         values = pooled.values()
         values *= 0.5
@@ -270,12 +258,12 @@ class WritingClicked(Head):
         return ((out - batch.labels) ** 2 * clicked).sum() / clicked.sum()
 
 
-class Fixed(Head):
+class Fixed(programs.Head):
     def loss(self, out: Tensor, batch: Batch) -> Tensor:
-        return ((out.view(SAMPLES) - batch.labels) ** 2).mean()
+        return ((out.view(programs.SAMPLES) - batch.labels) ** 2).mean()
 
 
-class Ranks(Head):
+class Ranks(programs.Head):
     def output(self, out: Tensor, batch: Batch) -> Any:
         return out.argsort().argsort(), out > out.median()
 
@@ -289,12 +277,12 @@ class Unproved(Switched):
         return loss + super().loss(out, batch)
 
 
-class ShowsWeight(Head):
+class ShowsWeight(programs.Head):
     def output(self, out: Tensor, batch: Batch) -> Any:
         return out.detach(), self.over.bias[0]
 
 
-class Uncertain(Head):
+class Uncertain(programs.Head):
     """Losses of two tasks, weighed by parameters; signs that gradients pass straight through."""
 
     def __init__(self) -> None:
@@ -321,13 +309,13 @@ def _seed(model: Any) -> None:
 
 
 def _last_switches(model: Any, step: int) -> None:
-    if step == STEPS - 1:
+    if step == programs.STEPS - 1:
         model.module.head.compares = True
 
 
 def _in_sessions(rank: int, step: int) -> Batch:
     """Sessions of four samples, which a cut of 32, 96, 96 and 96 keeps together."""
-    batch = batch_of(rank, step, 320)
+    batch = programs.batch_of(rank, step, 320)
     batch.dense_features[:, 0] = torch.arange(320) // 4 / 80
     batch.labels = (torch.arange(320) % 4 == step % 4).float()
     return batch
@@ -341,7 +329,7 @@ def _with_late_autocast(base: type) -> type:
 
         def progress(self, batches: Any) -> Any:
             self.num_steps += 1
-            is_last = self.num_steps == STEPS
+            is_last = self.num_steps == programs.STEPS
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_last):
                 return super().progress(batches)
 
@@ -350,12 +338,12 @@ def _with_late_autocast(base: type) -> type:
 
 def _switching_optimizer(model: Any) -> torch.optim.Optimizer:
     """Switches the comparison of samples on where gradients are cleared, in the last step."""
-    optimizer = dense_optimizer(model)
+    optimizer = programs.dense_optimizer(model)
     clear, calls = optimizer.zero_grad, [0]
 
     def zero_grad(set_to_none: bool = True) -> None:
         calls[0] += 1
-        model.module.head.compares = calls[0] == STEPS
+        model.module.head.compares = calls[0] == programs.STEPS
         clear(set_to_none)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
@@ -367,7 +355,7 @@ class _Scale(nn.Module):
         return 2 * weight
 
 
-class CachedWeights(Head):
+class CachedWeights(programs.Head):
     def __init__(self) -> None:
         super().__init__()
         parametrize.register_parametrization(self.hidden, "weight", _Scale())
@@ -388,30 +376,34 @@ def _compressing() -> Iterator[None]:
 
 
 _OF_TABLES = "the gradient of the output of ebc differs by"
-_DIFFERS = Program(refusal="differs by")
+_DIFFERS = programs.Program(refusal="differs by")
 PROGRAMS = {
     "count in a class": replace(_DIFFERS, head=CountsInClass),
     "count in an object of the class": replace(_DIFFERS, head=CountsInObject),
     "count in itself": replace(_DIFFERS, head=CountsItself),
-    "spectral norm": Program(head=Spectral, refusal="differs"),
-    "collective": Program(
+    "spectral norm": programs.Program(head=Spectral, refusal="differs"),
+    "collective": programs.Program(
         head=Communicates,
-        batch=lambda rank, step: batch_of(rank, step, 2 if rank and step == STEPS - 1 else SAMPLES),
+        batch=lambda rank, step: programs.batch_of(
+            rank, step, 2 if rank and step == programs.STEPS - 1 else programs.SAMPLES
+        ),
         refusal="or communicates",
     ),
-    "gate": Program(head=Gated),
+    "gate": programs.Program(head=Gated),
     "balanced gate": replace(_DIFFERS, head=Balanced),
     "gate balanced in backward": replace(_DIFFERS, head=BalancedInBackward),
-    "slopes": Program(head=Penalised),
-    "pairs": Program(head=Pairs, batch=_in_sessions, refusal="in uneven parts"),
-    "sessions": Program(head=Sessions, batch=_in_sessions, refusal="in uneven parts"),
+    "slopes": programs.Program(head=Penalised),
+    "pairs": programs.Program(head=Pairs, batch=_in_sessions, refusal="in uneven parts"),
+    "sessions": programs.Program(head=Sessions, batch=_in_sessions, refusal="in uneven parts"),
     "comparison behind a checkpoint": replace(_DIFFERS, head=Checkpointed),
-    "comparison beside a draw": Program(head=Draws, refusal="the model is random by itself"),
-    "comparison of what is shaken": Program(
+    "comparison beside a draw": programs.Program(
+        head=Draws, refusal="the model is random by itself"
+    ),
+    "comparison of what is shaken": programs.Program(
         head=Shaken, refusal="is not a number, so it cannot be compared"
     ),
     **{
-        f"comparison now and then{by}": Program(
+        f"comparison now and then{by}": programs.Program(
             head=_comparing(condition), prepare=_seed, refusal="random by itself"
         )
         for by, condition in {
@@ -424,22 +416,24 @@ PROGRAMS = {
     "switch outside the model": replace(
         _DIFFERS,
         head=_comparing(lambda: _GLOBAL.compares),
-        before_step=lambda model, step: setattr(_GLOBAL, "compares", step == STEPS - 1),
+        before_step=lambda model, step: setattr(_GLOBAL, "compares", step == programs.STEPS - 1),
     ),
     "setting of cuDNN": replace(
         _DIFFERS,
         head=_comparing(lambda: torch.backends.cudnn.benchmark),
         before_step=lambda model, step: setattr(
-            torch.backends.cudnn, "benchmark", step == STEPS - 1
+            torch.backends.cudnn, "benchmark", step == programs.STEPS - 1
         ),
     ),
     "type of a tensor": replace(_DIFFERS, head=OfItsType),
     "centred in a function": replace(_DIFFERS, head=Centred),
     "norm in a checkpoint": replace(_DIFFERS, head=NormalisedInCheckpoint),
-    "written output of tables": Program(head=WritingClicked, refusal=_OF_TABLES),
-    "batch size in the model": Program(head=Fixed, refusal="RuntimeError in 4 micro-batches"),
-    "ranks": Program(head=Ranks, refusal="output[0] differs in"),
-    "cached tensor": Program(head=Cached),
+    "written output of tables": programs.Program(head=WritingClicked, refusal=_OF_TABLES),
+    "batch size in the model": programs.Program(
+        head=Fixed, refusal="RuntimeError in 4 micro-batches"
+    ),
+    "ranks": programs.Program(head=Ranks, refusal="output[0] differs in"),
+    "cached tensor": programs.Program(head=Cached),
     "switch": replace(_DIFFERS, head=Switched, before_step=_last_switches),
     "switch of what is not proved": replace(_DIFFERS, head=Unproved, before_step=_last_switches),
     "switch on a rank that had no samples": replace(
@@ -448,12 +442,14 @@ PROGRAMS = {
         before_step=lambda model, step: setattr(
             model.module.head, "compares", dist.get_rank() == 1
         ),
-        batch=lambda rank, step: batch_of(rank, step, 0 if rank and not step else SAMPLES),
+        batch=lambda rank, step: programs.batch_of(
+            rank, step, 0 if rank and not step else programs.SAMPLES
+        ),
     ),
-    "hook on what is not proved": Program(
+    "hook on what is not proved": programs.Program(
         head=Unproved,
         before_step=lambda model, step: (
-            step == STEPS - 1
+            step == programs.STEPS - 1
             and model.module.head.over.weight.register_hook(lambda grad: grad.clamp(-1e-4, 1e-4))
         ),
         refusal="a gradient hook is",
@@ -462,24 +458,24 @@ PROGRAMS = {
         _DIFFERS,
         head=_comparing(lambda: torch.is_autocast_enabled("cpu")),
         pipeline=_with_late_autocast,
-        tolerance=BFLOAT16,
+        tolerance=programs.BFLOAT16,
     ),
-    "view of a weight": Program(head=ShowsWeight, refusal="a view into the model"),
-    "evaluated every other step": Program(
+    "view of a weight": programs.Program(head=ShowsWeight, refusal="a view into the model"),
+    "evaluated every other step": programs.Program(
         before_step=lambda model, step: model.train(step % 2 == 0)
     ),
-    "uncertain": Program(head=Uncertain),
-    "switch where gradients are cleared": Program(
+    "uncertain": programs.Program(head=Uncertain),
+    "switch where gradients are cleared": programs.Program(
         head=Switched, optimizer=_switching_optimizer, refusal="differs by"
     ),
-    "weights cached in a step": Program(
+    "weights cached in a step": programs.Program(
         head=CachedWeights, within=parametrize.cached, numbers=(None, 1)
     ),
-    "weights not cached": Program(head=CachedWeights),
-    "compressed activations": Program(within=_compressing, numbers=(None, 1)),
+    "weights not cached": programs.Program(head=CachedWeights),
+    "compressed activations": programs.Program(within=_compressing, numbers=(None, 1)),
 }
 
 
-@cases_of(PROGRAMS)
+@programs.cases_of(PROGRAMS)
 def test_nothing_trains_wrongly(name: str, num_micro_batches: int | None) -> None:
-    assert_as_stock(__name__, name, num_micro_batches)
+    programs.assert_as_stock(__name__, name, num_micro_batches)

@@ -10,17 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sharding.jobs import (
-    ODD,
-    PLAIN,
-    Job,
-    Result,
-    assert_same_results,
-    build,
-    result_of,
-    storages_of,
-    train,
-)
+from tests.sharding import jobs
 from tests.support.shared_run import run_once
 from tests.train_pipeline.drivers import Driver, make_driver
 from tests.train_pipeline.runs import batches_of, pipeline_of
@@ -31,23 +21,23 @@ from torchrec_picasso.sharding.in_backward import HotColdPooledLookup, HotColdSe
 
 OFTEN = Refresh(every_steps=2, half_life_steps=2, deviations=0.0, most_moved=1.0, check_steps=None)
 JOBS = {
-    "rows": Job(placement={"*": 6}),
-    "adagrad_uneven": Job(
+    "rows": jobs.Job(placement={"*": 6}),
+    "adagrad_uneven": jobs.Job(
         placement={"*": 3, "one_row": 1, "two_rows": 0},
-        tables=ODD,
+        tables=jobs.ODD,
         optimizer="adagrad",
         batch_sizes=(16, 9, 0),
     ),
-    "waves": Job(
+    "waves": jobs.Job(
         placement={"*": 5, "b": 2},
         waves={"b": 1},
         optimizer="partial_rowwise_adam",
         optimizer_kwargs={"lr": 0.1, "eps": 1e-2},
     ),
-    "mixed": Job(placement={"*": 5, "b": "table_wise", "c": "bags"}),
-    "weighted_two_tables": Job(
+    "mixed": jobs.Job(placement={"*": 5, "b": "table_wise", "c": "bags"}),
+    "weighted_two_tables": jobs.Job(
         placement={"*": 4},
-        tables=tuple(dataclasses.replace(table, mean=False) for table in PLAIN),
+        tables=tuple(dataclasses.replace(table, mean=False) for table in jobs.PLAIN),
         weighted=True,
         two_tables=True,
     ),
@@ -60,14 +50,14 @@ CASES = [(2, name, driver) for name in JOBS for driver in DRIVERS] + [
 
 @dataclasses.dataclass
 class Run:
-    result: Result
+    result: jobs.Result
     num_moved: int
     hot_rows: dict[str, list[int]]
     replicas_are_homes: bool
 
 
-def _train(job: Job, rank: int, world_size: int, driver: Driver) -> Run:
-    model, batches = build(job, rank, world_size), batches_of(job, rank, range(job.num_steps))
+def _train(job: jobs.Job, rank: int, world_size: int, driver: Driver) -> Run:
+    model, batches = jobs.build(job, rank, world_size), batches_of(job, rank, range(job.num_steps))
     left, moved = iter(batches), []
     if driver is None:
         pipeline, refresher = make_driver(None, model), HotRowRefresher(model, OFTEN)
@@ -84,7 +74,7 @@ def _train(job: Job, rank: int, world_size: int, driver: Driver) -> Run:
                 moved.append(pipeline.last_refresh)
         hot_rows = pipeline.hot_rows()
     return Run(
-        result=result_of(model, []),
+        result=jobs.result_of(model, []),
         num_moved=sum(looked.num_moved for looked in moved if looked),
         hot_rows={name: rows.tolist() for name, rows in hot_rows.items()},
         replicas_are_homes=_replicas_are_homes(model),
@@ -98,7 +88,7 @@ def _replicas_are_homes(model: Any) -> bool:
         for module in model.modules()
         for lookup in getattr(module, "_lookups", [])
         if isinstance(lookup, (HotColdPooledLookup, HotColdSequenceLookup))
-        for storage in storages_of(lookup)
+        for storage in jobs.storages_of(lookup)
         for row_H in [storage.hot_homes.own_row_H]
         for rows in storage.tables.per_row()
     )
@@ -110,9 +100,9 @@ def _run(rank: int, world_size: int) -> dict[Any, Any]:
         if size == world_size:
             found[name, driver] = _train(JOBS[name], rank, world_size, driver)
     for name in dict.fromkeys(name for name, _ in found):
-        model = build(JOBS[name], rank, world_size)
-        train(model, JOBS[name], rank, range(JOBS[name].num_steps))
-        found[name, "plain"] = result_of(model, [])
+        model = jobs.build(JOBS[name], rank, world_size)
+        jobs.train(model, JOBS[name], rank, range(JOBS[name].num_steps))
+        found[name, "plain"] = jobs.result_of(model, [])
     return found
 
 
@@ -120,19 +110,20 @@ def _run(rank: int, world_size: int) -> dict[Any, Any]:
 def test_trains_as_the_plain_loop(world_size: int, name: str, driver: Driver) -> None:
     by_rank = run_once(_run, world_size)
     runs = [found[name, driver] for found in by_rank]
-    assert_same_results([run.result for run in runs], [found[name, "plain"] for found in by_rank])
+    jobs.assert_same_results(
+        [run.result for run in runs], [found[name, "plain"] for found in by_rank]
+    )
     assert runs[0].num_moved > 4
     assert all(run.hot_rows == runs[0].hot_rows for run in runs)
     assert all(run.replicas_are_homes for run in runs)
 
 
-JOB = Job(placement={"*": 3, "one_row": 1}, tables=ODD)
+JOB = jobs.Job(placement={"*": 3, "one_row": 1}, tables=jobs.ODD)
 SELDOM = Refresh(every_steps=1000, check_steps=None)
 
 
 def of_rows(saved: SavedUses | None) -> dict[str, dict[int, float]]:
     """Uses by row; those that there are."""
-    assert saved is not None
     return {
         name: {int(row): float(use) for row, use in zip(rows, uses) if use}
         for name, (rows, uses) in saved.uses_by_table.items()
@@ -140,7 +131,7 @@ def of_rows(saved: SavedUses | None) -> dict[str, dict[int, float]]:
 
 
 def counted(rank: int, world_size: int) -> SavedUses:
-    pipeline = pipeline_of(build(JOB, rank, world_size), refresh=SELDOM)
+    pipeline = pipeline_of(jobs.build(JOB, rank, world_size), refresh=SELDOM)
     batches = iter(batches_of(JOB, rank, range(5)))
     for _ in range(5):
         pipeline.progress(batches)
@@ -151,14 +142,13 @@ def counted(rank: int, world_size: int) -> SavedUses:
 
 def count_on(rank: int, world_size: int, saved: SavedUses, num_hot: int) -> Any:
     job = dataclasses.replace(JOB, placement={"*": num_hot, "one_row": 0})
-    model = build(job, rank, world_size)
+    model = jobs.build(job, rank, world_size)
     model.eval()  # nothing is counted
     pipeline = pipeline_of(model, refresh=SELDOM)
     assert pipeline.saved_uses() is None
     pipeline.go_on_with(saved)
     pipeline.progress(iter(batches_of(job, rank, range(1))))
     again = pipeline.saved_uses()
-    assert again is not None
     return of_rows(again), again.num_batches
 
 

@@ -18,14 +18,7 @@ from torchrec.distributed.train_pipeline import EvalPipelineSparseDist, TrainPip
 
 from tests.sharding.jobs import ATOL, CPU, ODD, PLAIN, RTOL, Job, build, dense_optimizer, result_of
 from tests.support.shared_run import run_once
-from tests.train_pipeline.runs import (
-    Run,
-    batches_of,
-    compare_runs,
-    pipeline_of,
-    plain_steps,
-    run_to_the_end,
-)
+from tests.train_pipeline import runs
 from torchrec_picasso import CompatError
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.errors import InputError, PicassoError
@@ -64,7 +57,7 @@ def _broken_forward(model: DistributedModelParallel, call: int) -> Iterator[None
 
 def _forward_raises(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """In the fourth step, with K = 4 in its third micro-batch: ids of the next are on the way."""
-    batches = iter(batches_of(job, rank, STEPS))
+    batches = iter(runs.batches_of(job, rank, STEPS))
     outputs = [pipeline.progress(batches) for _ in range(3)]
     with _broken_forward(model, pipeline.num_micro_batches // 2), pytest.raises(BrokenError):
         pipeline.progress(batches)
@@ -75,7 +68,7 @@ def _reset_and_go_on(pipeline: Any, batches: Iterator[Batch]) -> list[Tensor]:
     with pytest.raises(PicassoError, match=r"did not end; call reset\(\) on all ranks"):
         pipeline.progress(batches)
     pipeline.reset()
-    return run_to_the_end(pipeline, batches)
+    return runs.run_to_the_end(pipeline, batches)
 
 
 class _Faulty(Iterator[Batch]):
@@ -94,33 +87,33 @@ class _Faulty(Iterator[Batch]):
 
 def _iterator_raises(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """Twice: after the first time the step is tried again, after the second it is forgotten."""
-    batches = _Faulty(batches_of(job, rank, STEPS[:6]), 3)
+    batches = _Faulty(runs.batches_of(job, rank, STEPS[:6]), 3)
     outputs = [pipeline.progress(batches)]
     with pytest.raises(BrokenError):
         pipeline.progress(batches)
     outputs += [pipeline.progress(batches) for _ in range(2)]  # 1 and 2; 4 and 5 are in flight
-    batches = _Faulty(batches_of(job, rank, STEPS[6:]), 0)
+    batches = _Faulty(runs.batches_of(job, rank, STEPS[6:]), 0)
     with pytest.raises(BrokenError):
         pipeline.progress(batches)
     pipeline.reset()
-    return outputs + run_to_the_end(pipeline, batches)
+    return outputs + runs.run_to_the_end(pipeline, batches)
 
 
 def _one_iterator_raises(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """Rank 1 cannot read its second and fourth batch; rank 0 waits for it, and loses nothing."""
     if rank == 0:
-        return run_to_the_end(pipeline, iter(batches_of(job, rank, (0, 2, *STEPS[4:]))))
-    batches = _Faulty(batches_of(job, rank, STEPS), 1, 3)
+        return runs.run_to_the_end(pipeline, iter(runs.batches_of(job, rank, (0, 2, *STEPS[4:]))))
+    batches = _Faulty(runs.batches_of(job, rank, STEPS), 1, 3)
     with pytest.raises(BrokenError):
         pipeline.progress(batches)
     with pytest.raises(BrokenError):
         pipeline.progress(batches)
-    return run_to_the_end(pipeline, batches)
+    return runs.run_to_the_end(pipeline, batches)
 
 
 def _bad_batches(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """The first batch is bad on rank 1, and so is the fifth."""
-    listed = batches_of(job, rank, STEPS)
+    listed = runs.batches_of(job, rank, STEPS)
     for index in (0, 4) if rank == 1 else ():
         listed[index].sparse_features.values().fill_(10**6)
     batches = iter(listed)
@@ -130,12 +123,12 @@ def _bad_batches(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]
     with pytest.raises(InputError):  # in the step of 2
         pipeline.progress(batches)
     pipeline.reset()
-    return outputs + run_to_the_end(pipeline, batches)
+    return outputs + runs.run_to_the_end(pipeline, batches)
 
 
 def _interrupted(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """While the ranks agree on the step of 3: whoever has the answer may be further."""
-    batches = iter(batches_of(job, rank, STEPS))
+    batches = iter(runs.batches_of(job, rank, STEPS))
     outputs = [pipeline.progress(batches) for _ in range(3)]
     wait = Agreement.wait
 
@@ -153,21 +146,21 @@ def _interrupted(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]
 def _trained_while_detached(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """By hand: 10 and 11 while 3 and 4 are in flight, 12 while 5 is, 13 at the end."""
     forward = model.module.ebc.forward
-    batches = iter(batches_of(job, rank, range(6)))
+    batches = iter(runs.batches_of(job, rank, range(6)))
     outputs = [pipeline.progress(batches) for _ in range(3)]
     assert model.module.ebc.forward != forward
     assert pipeline.detach() is model
     assert model.module.ebc.forward == forward
-    outputs += plain_steps(model, batches_of(job, rank, (10, 11)))
+    outputs += runs.plain_steps(model, runs.batches_of(job, rank, (10, 11)))
     pipeline.attach()
     outputs += [pipeline.progress(batches) for _ in range(2)]
     pipeline.detach()
     pipeline.attach()
     pipeline.detach()  # no step has taken the modules over
-    outputs += plain_steps(model, batches_of(job, rank, (12,)))
-    outputs += run_to_the_end(pipeline, batches)  # attaches by itself
+    outputs += runs.plain_steps(model, runs.batches_of(job, rank, (12,)))
+    outputs += runs.run_to_the_end(pipeline, batches)  # attaches by itself
     pipeline.detach()
-    return outputs + plain_steps(model, batches_of(job, rank, (13,)))
+    return outputs + runs.plain_steps(model, runs.batches_of(job, rank, (13,)))
 
 
 AROUND_RAISED, AROUND_DETACHED = [0, 1, 2, 6, 7, 8], [0, 1, 2, 10, 11, 3, 4, 12, 5, 13]
@@ -191,30 +184,30 @@ CASES: dict[str, tuple[Callable[..., list[Tensor]], Job, int, list[int]]] = {
 """What happens, to which job, with how many micro-batches, and the batches that are trained on."""
 
 
-def _run(rank: int, world_size: int) -> dict[str, tuple[Run, Run]]:
+def _run(rank: int, world_size: int) -> dict[str, tuple[runs.Run, runs.Run]]:
     """Every case, and the plain loop over what it trains on."""
     results = {}
     for name, (act, job, num_micro_batches, trained) in CASES.items():
         mine, plain = (build(job, rank, world_size) for _ in range(2))
-        pipeline = pipeline_of(mine, num_micro_batches=num_micro_batches)
+        pipeline = runs.pipeline_of(mine, num_micro_batches=num_micro_batches)
         outputs = act(mine, pipeline, job, rank)
-        expected = plain_steps(plain, batches_of(job, rank, trained))
+        expected = runs.plain_steps(plain, runs.batches_of(job, rank, trained))
         results[name] = (result_of(mine, []), outputs), (result_of(plain, []), expected)
     return results
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_training_goes_on_as_the_plain_loop_over_the_same_batches(name: str) -> None:
-    compare_runs([results[name] for results in run_once(_run, 2)], 0, 1)
+    runs.compare_runs([results[name] for results in run_once(_run, 2)], 0, 1)
 
 
 def _one_rank_raises(rank: int, world_size: int) -> None:
     model = build(HOT_COLD, rank, world_size)
-    pipeline = pipeline_of(model, num_micro_batches=2)
-    batches = iter(batches_of(HOT_COLD, rank, STEPS))
+    pipeline = runs.pipeline_of(model, num_micro_batches=2)
+    batches = iter(runs.batches_of(HOT_COLD, rank, STEPS))
     pipeline.progress(batches)
     with _broken_forward(model, 1) if rank == 1 else nullcontext():
-        run_to_the_end(pipeline, batches)
+        runs.run_to_the_end(pipeline, batches)
 
 
 def test_one_rank_that_raises_ends_the_others_and_is_named() -> None:
@@ -222,23 +215,23 @@ def test_one_rank_that_raises_ends_the_others_and_is_named() -> None:
         run_ranks(_one_rank_raises, 2, timeout_s=60)
 
 
-def _another_model(rank: int, world_size: int) -> tuple[Run, Run]:
+def _another_model(rank: int, world_size: int) -> tuple[runs.Run, runs.Run]:
     """The pipeline goes over to another model with batches in flight, which are forgotten."""
     first, mine, plain = (build(HOT_COLD, rank, world_size) for _ in range(3))
-    pipeline = pipeline_of(first, num_micro_batches=2)
-    batches = iter(batches_of(HOT_COLD, rank, STEPS))
+    pipeline = runs.pipeline_of(first, num_micro_batches=2)
+    batches = iter(runs.batches_of(HOT_COLD, rank, STEPS))
     pipeline.progress(batches)
     pipeline.detach()
     pipeline.attach(mine)
     mine.eval()
-    outputs = run_to_the_end(pipeline, batches)
+    outputs = runs.run_to_the_end(pipeline, batches)
     plain.eval()
-    expected = plain_steps(plain, batches_of(HOT_COLD, rank, STEPS[3:]))
+    expected = runs.plain_steps(plain, runs.batches_of(HOT_COLD, rank, STEPS[3:]))
     return (result_of(mine.train(), []), outputs), (result_of(plain.train(), []), expected)
 
 
 def test_another_model_may_be_attached() -> None:
-    compare_runs(run_ranks(_another_model, 2, timeout_s=60), 0, 1)
+    runs.compare_runs(run_ranks(_another_model, 2, timeout_s=60), 0, 1)
 
 
 JOB = Job(placement={"*": 2, "a": 0}, tables=PLAIN)
@@ -246,13 +239,13 @@ NUM_STEPS = 6
 """Of each pipeline."""
 
 
-def _in_turn(rank: int, world_size: int) -> dict[Any, Run]:
+def _in_turn(rank: int, world_size: int) -> dict[Any, runs.Run]:
     """Two pipelines with data of their own take steps in turn; the witness is the plain loop."""
-    batches = batches_of(JOB, rank, range(2 * NUM_STEPS))
+    batches = runs.batches_of(JOB, rank, range(2 * NUM_STEPS))
     found = {}
     for number in (1, 2):
         model = build(JOB, rank, world_size)
-        pipelines = [pipeline_of(model, num_micro_batches=number) for _ in range(2)]
+        pipelines = [runs.pipeline_of(model, num_micro_batches=number) for _ in range(2)]
         readers = [iter(batches[::2]), iter(batches[1::2])]
         outputs = [
             pipeline.progress(reader)
@@ -261,20 +254,20 @@ def _in_turn(rank: int, world_size: int) -> dict[Any, Run]:
         ]
         found[number] = result_of(model, []), outputs
     plain = build(JOB, rank, world_size)
-    outputs = plain_steps(plain, batches)
+    outputs = runs.plain_steps(plain, batches)
     return {**found, "plain": (result_of(plain, []), outputs)}
 
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_rows_fetched_ahead_are_not_older_than_the_other_pipelines_update(number: int) -> None:
-    compare_runs(run_once(_in_turn, 2), number, "plain")
+    runs.compare_runs(run_once(_in_turn, 2), number, "plain")
 
 
 def _evaluate(model: Any, batches: list[Any]) -> Any:
     model.eval()
     with torch.no_grad():
         evaluation = EvalPipelineSparseDist(model, dense_optimizer(model), CPU)
-        outputs = run_to_the_end(evaluation, iter(batches))
+        outputs = runs.run_to_the_end(evaluation, iter(batches))
     evaluation.detach()
     model.train()
     return [output for _, output in outputs] if isinstance(outputs[0], tuple) else outputs
@@ -282,12 +275,12 @@ def _evaluate(model: Any, batches: list[Any]) -> Any:
 
 def _beside_torchrecs(rank: int, world_size: int) -> tuple[list[str], Any, Any]:
     """TorchRec's pipeline takes over a model from ours, and ours from TorchRec's."""
-    batches = batches_of(JOB, rank, range(9))
+    batches = runs.batches_of(JOB, rank, range(9))
     told = []
     for torchrecs_first in (True, False):
         model = build(JOB, rank, world_size)
         ours, stock = (
-            pipeline_of(model),
+            runs.pipeline_of(model),
             TrainPipelineSparseDist(model, dense_optimizer(model), CPU),
         )
         first, second = (stock, ours) if torchrecs_first else (ours, stock)
@@ -299,13 +292,13 @@ def _beside_torchrecs(rank: int, world_size: int) -> tuple[list[str], Any, Any]:
         told.append(str(caught.value))
     evaluated = []
     for make in (
-        pipeline_of,
+        runs.pipeline_of,
         lambda model: TrainPipelineSparseDist(model, dense_optimizer(model), CPU),
     ):
         model = build(JOB, rank, world_size)
         pipeline = make(model)
         for _ in range(2):
-            run_to_the_end(pipeline, iter(batches[:6]))
+            runs.run_to_the_end(pipeline, iter(batches[:6]))
             pipeline.detach()
             evaluated.append(_evaluate(model, batches[6:]))
             pipeline.attach(model)

@@ -61,8 +61,6 @@ def test_a_resumed_run_goes_on_with_its_hot_rows(tmp_path: Path) -> None:
     )
     assert anew in said
     before, after = (read_hot_rows(tmp_path / "cut" / f"step_{step:08d}") for step in (4, 8))
-    assert before is not None
-    assert after is not None
     assert sum(map(len, before.values())) == sum(map(len, after.values())) == NUM_HOT
     assert any(not torch.equal(rows, after[name]) for name, rows in before.items() if name in after)
     # what was counted before counts on, so later looks choose as in the run that was not cut
@@ -78,7 +76,6 @@ def test_uses_come_back(tmp_path: Path) -> None:
     assert read_hot_rows(tmp_path) is None
     write_uses(tmp_path, SavedUses(num_batches=7.5, uses_by_table={"t": (ROWS, USES)}))
     saved = read_uses(tmp_path)
-    assert saved is not None
     assert saved.num_batches == 7.5
     torch.testing.assert_close(saved.uses_by_table, {"t": (ROWS, USES)})
 

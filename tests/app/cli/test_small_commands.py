@@ -106,7 +106,6 @@ def test_a_models_dense_part_is_measured_without_its_tables(
     argv = ["calibrate", "--ranks", "2", "-o", str(out), *SMALLEST, "--config", str(config)]
     text = output_of(argv, capsys)
     dense = CommCurves.from_json(out).dense
-    assert dense is not None
     assert dense.forward_ms > 0
     assert dense.backward_ms > 0
     assert dense.batch_size == 32

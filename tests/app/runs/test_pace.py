@@ -41,7 +41,6 @@ def test_a_busy_clock_and_a_busy_machine_are_told(
     if not signs:
         assert warning is None
     else:
-        assert warning is not None
         assert "calibrate again" in warning
         assert all(sign in warning for sign in signs)
     # two ranks on two cores do not slow each other down, whatever else runs
