@@ -19,13 +19,7 @@ TIMEOUT_S = 120
 
 
 class SlowLink:
-    """Collectives that take the time of a link, on a clock of their own; nothing is sent.
-
-    Args:
-        bytes_per_s: Of the link; of each rank its own, so that no rank alone could tell when to
-            stop.
-        kink_bytes: From this size on a call takes 50 times as long.
-    """
+    """Collectives that take a link's time, on a clock of their own; beyond a kink, 50 times it."""
 
     def __init__(self, bytes_per_s: float, kink_bytes: float = float("inf")) -> None:
         self.now_s = 0.0
@@ -47,7 +41,6 @@ def measured_on_link(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "_now_s", lambda: link.now_s)
         patch.setattr(measure, "_prepare", link.call)
-        assert dist.group.WORLD is not None
         curves = CommCurves.measure(
             dist.group.WORLD,
             ranks_per_host=ranks_per_host,

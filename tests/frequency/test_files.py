@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from tests.frequency.samples import META, as_dict
+from tests.support.refusals import refusal
 from torchrec_picasso.errors import InputError, PicassoError
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, collect
 
@@ -30,9 +31,7 @@ def counts_of(path: Path | list[Path], table: ModelTable, **how: Any) -> dict[in
 
 
 def refused(path: Path | list[Path], table: ModelTable = USER, **how: Any) -> str:
-    with pytest.raises(InputError) as caught:
-        FrequencyStats.from_files(path, [table], **how)
-    return str(caught.value)
+    return refusal(InputError, FrequencyStats.from_files, path, [table], **how)
 
 
 INTEGERS = [pa.int8(), pa.uint8(), pa.int16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()]

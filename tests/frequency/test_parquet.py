@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.frequency.samples import HUGE, ROWS, chunks_of, counted, make_stats, stats_of
+from tests.support.refusals import refusal
 from torchrec_picasso.errors import InputError
 from torchrec_picasso.frequency import FrequencyStats
 
@@ -79,9 +80,7 @@ def test_writing_into_no_folder(tmp_path: Path) -> None:
 
 
 def refused(path: Path) -> str:
-    with pytest.raises(InputError) as caught:
-        FrequencyStats.from_parquet(path)
-    message = str(caught.value)
+    message = refusal(InputError, FrequencyStats.from_parquet, path)
     assert message.startswith(f"{path} does not contain frequency statistics (")
     assert message.endswith("write it with FrequencyStats.to_parquet")
     return message

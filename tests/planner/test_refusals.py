@@ -48,8 +48,7 @@ class Kind:
     """A table ``odd`` that the sharder refuses in some way.
 
     ``reason`` is part of what the planner says; ``hot_cold`` whether the table may be hot/cold
-    without hot rows; ``trains`` whether TorchRec
-    can train it on a CPU at all.
+    without hot rows; ``trains`` whether TorchRec can train it on a CPU at all.
     """
 
     reason: str

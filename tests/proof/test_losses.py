@@ -81,7 +81,66 @@ def _recorded(head: models.Head, out: Tensor, batch: Batch) -> Tensor:
 
 PROVED["recorded"] = _recorded
 
+SHARED_REASONS: dict[str, dict[str, Loss]] = {
+    "ratio of two sums": {
+        "mean over clicked": lambda head, out, batch: (
+            (out * batch.labels).sum() / batch.labels.sum()
+        ),
+        "mean over targets": lambda head, out, batch: functional.cross_entropy(
+            _two(out), _clicked(batch)
+        ),
+    },
+    "over the batch": {
+        "padded to the longest": lambda head, out, batch: (
+            out.mean() * batch.sparse_features.to_dict()["f"].to_padded_dense().float().mean()
+        ),
+        "deviation": lambda head, out, batch: out.std(),
+        "largest": lambda head, out, batch: out.max(),
+        "cumsum": lambda head, out, batch: out.cumsum(0).mean(),
+        "sorted": lambda head, out, batch: (out.sort()[0] - batch.labels).mean(),
+        "softmax": lambda head, out, batch: out.softmax(0).square().mean(),
+        "normalized": lambda head, out, batch: functional.normalize(out, dim=0).mean(),
+        "rolled": lambda head, out, batch: (out.roll(1) * batch.labels).mean(),
+        "flipped": lambda head, out, batch: (out.flip(0) * batch.labels).mean(),
+        "first": lambda head, out, batch: out[0],
+    },
+    "not linear": {
+        "balance": lambda head, out, batch: out.mean() + _two(out).softmax(1).sum(0).var(),
+        "product of means": lambda head, out, batch: out.mean() * batch.labels.mean(),
+        "root of a mean": lambda head, out, batch: (out**2).mean().sqrt(),
+    },
+    "places in the batch": {
+        "neighbour": lambda head, out, batch: out[torch.arange(out.shape[0]) - 1].mean(),
+        "by place": lambda head, out, batch: (out * torch.arange(out.shape[0])).mean(),
+    },
+    "different orders": {
+        "places in another order": lambda head, out, batch: out[
+            torch.arange(out.shape[0]).repeat(3, 1).view(-1)
+        ].mean(),
+        "added to places in another order": lambda head, out, batch: (
+            torch.zeros_like(out).index_add(
+                0, torch.arange(out.shape[0]).repeat(2, 1).view(-1), _two(out).view(-1)
+            )
+        ).mean(),
+    },
+    "leaves others": {
+        "shifted": lambda head, out, batch: (
+            _two(out).view(-1)[1:].mean() + _two(out).view(-1).roll(1).view(-1, 2).mean()
+        ),
+        "every other": lambda head, out, batch: out[::2].mean(),
+    },
+    "branches": {
+        "at least one": lambda head, out, batch: out.sum() / max(1, out.shape[0]),
+        "threshold": lambda head, out, batch: out.mean() if out.shape[0] > 100 else 2 * out.mean(),
+        "one sample": lambda head, out, batch: out.mean() if out.shape[0] == 1 else 2 * out.mean(),
+    },
+    "random numbers": {
+        "noise": lambda head, out, batch: (out + torch.randn_like(out)).mean(),
+        "gate": lambda head, out, batch: out.mean() * (torch.rand(()) < 0.4),
+    },
+}
 UNPROVED: dict[str, tuple[Loss, str]] = {
+    **{name: (loss, words) for words, of in SHARED_REASONS.items() for name, loss in of.items()},
     "in-batch softmax": (
         lambda head, out, batch: functional.cross_entropy(
             out[:, None] * out[None, :], torch.arange(out.shape[0])
@@ -89,23 +148,9 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
         "every other sample",
     ),
     "clicked samples": (lambda head, out, batch: out[batch.labels > 0.5].mean(), "without data"),
-    "mean over clicked": (
-        lambda head, out, batch: (out * batch.labels).sum() / batch.labels.sum(),
-        "ratio of two sums",
-    ),
     "mean over lookups": (
         lambda head, out, batch: out.mean() + batch.sparse_features["f"].values().float().mean(),
         "averages over lookups",
-    ),
-    "mean over targets": (
-        lambda head, out, batch: functional.cross_entropy(_two(out), _clicked(batch)),
-        "ratio of two sums",
-    ),
-    "padded to the longest": (
-        lambda head, out, batch: (
-            out.mean() * batch.sparse_features.to_dict()["f"].to_padded_dense().float().mean()
-        ),
-        "over the batch",
     ),
     "pairs": (
         lambda head, out, batch: functional.softplus(
@@ -117,59 +162,14 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
         lambda head, out, batch: out.mean() + batch.labels.unique(return_inverse=True)[1].max(),
         "no rule",
     ),
-    "balance": (
-        lambda head, out, batch: out.mean() + _two(out).softmax(1).sum(0).var(),
-        "not linear",
-    ),
-    "product of means": (lambda head, out, batch: out.mean() * batch.labels.mean(), "not linear"),
-    "root of a mean": (lambda head, out, batch: (out**2).mean().sqrt(), "not linear"),
     "centered": (lambda head, out, batch: ((out - out.mean()) ** 2).mean(), "combines"),
-    "deviation": (lambda head, out, batch: out.std(), "over the batch"),
-    "largest": (lambda head, out, batch: out.max(), "over the batch"),
-    "cumsum": (lambda head, out, batch: out.cumsum(0).mean(), "over the batch"),
-    "sorted": (lambda head, out, batch: (out.sort()[0] - batch.labels).mean(), "over the batch"),
-    "softmax": (lambda head, out, batch: out.softmax(0).square().mean(), "over the batch"),
-    "normalized": (
-        lambda head, out, batch: functional.normalize(out, dim=0).mean(),
-        "over the batch",
-    ),
-    "rolled": (lambda head, out, batch: (out.roll(1) * batch.labels).mean(), "over the batch"),
-    "flipped": (lambda head, out, batch: (out.flip(0) * batch.labels).mean(), "over the batch"),
-    "neighbour": (
-        lambda head, out, batch: out[torch.arange(out.shape[0]) - 1].mean(),
-        "places in the batch",
-    ),
-    "places in another order": (
-        lambda head, out, batch: out[torch.arange(out.shape[0]).repeat(3, 1).view(-1)].mean(),
-        "different orders",
-    ),
-    "added to places in another order": (
-        lambda head, out, batch: (
-            torch.zeros_like(out).index_add(
-                0, torch.arange(out.shape[0]).repeat(2, 1).view(-1), _two(out).view(-1)
-            )
-        ).mean(),
-        "different orders",
-    ),
     "indexed": (lambda head, out, batch: out[_clicked(batch)].mean(), "other samples"),
-    "shifted": (
-        lambda head, out, batch: (
-            _two(out).view(-1)[1:].mean() + _two(out).view(-1).roll(1).view(-1, 2).mean()
-        ),
-        "leaves others",
-    ),
     "turned": (
         lambda head, out, batch: _two(out).t().reshape(-1, 2)[:, 0].mean(),
         "different samples",
     ),
     "half": (lambda head, out, batch: out[: out.shape[0] // 2].mean(), "size of the batch"),
-    "every other": (lambda head, out, batch: out[::2].mean(), "leaves others"),
-    "first": (lambda head, out, batch: out[0], "over the batch"),
     "broadcast": (lambda head, out, batch: (out[:, None] - batch.labels).mean(), "every other"),
-    "by place": (
-        lambda head, out, batch: (out * torch.arange(out.shape[0])).mean(),
-        "places in the batch",
-    ),
     "by constant": (
         lambda head, out, batch: (out * torch.linspace(0, 1, out.shape[0])).mean(),
         "different constants",
@@ -186,15 +186,6 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
     ),
     "times B": (lambda head, out, batch: out.mean() * out.shape[0], "size as a number"),
     "len": (lambda head, out, batch: out.sum() / len(out), "len()"),
-    "at least one": (lambda head, out, batch: out.sum() / max(1, out.shape[0]), "branches"),
-    "threshold": (
-        lambda head, out, batch: out.mean() if out.shape[0] > 100 else 2 * out.mean(),
-        "branches",
-    ),
-    "one sample": (
-        lambda head, out, batch: out.mean() if out.shape[0] == 1 else 2 * out.mean(),
-        "branches",
-    ),
     "iterated": (lambda head, out, batch: sum(out.unbind()) / out.shape[0], "Eq(samples"),
     "item": (lambda head, out, batch: out.mean() * out.detach()[:, None].amax(1).item(), "data"),
     "data": (lambda head, out, batch: (out - out.data).mean(), "use detach()"),
@@ -204,8 +195,6 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
         lambda head, out, batch: (out * head.over.weight.detach().view(-1)[:1].mul_(0.9)).mean(),
         "writes into head.over.weight",
     ),
-    "noise": (lambda head, out, batch: (out + torch.randn_like(out)).mean(), "random numbers"),
-    "gate": (lambda head, out, batch: out.mean() * (torch.rand(()) < 0.4), "random numbers"),
     "permuted": (lambda head, out, batch: out[torch.randperm(out.shape[0])].mean(), "random"),
     "dropped weights": (
         lambda head, out, batch: out.mean() + functional.dropout(head.hidden.weight).sum(),

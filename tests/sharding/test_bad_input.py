@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_picasso as picasso
 from tests.sharding.jobs import Job, build, dense_optimizer, make_batch, replicas_of, train
 from tests.support.placing import CPU, place, wire_codecs, world_env
+from tests.support.refusals import refusal
 from tests.train_pipeline.feature_cells import Feature, batch_of, own_rows
 from tests.train_pipeline.feature_cells import build as build_cell
 from tests.train_pipeline.runs import pipeline_of
@@ -41,12 +42,6 @@ def _last_of(features: KeyedJaggedTensor, feature: str) -> int:
     return features.offset_per_key()[features.keys().index(feature) + 1] - 1
 
 
-def _told(model: Any, batch: Any) -> str:
-    with pytest.raises(picasso.InputError) as caught:
-        model(batch)
-    return str(caught.value)
-
-
 def _refused_batches(rank: int, world_size: int) -> tuple[list[str], Any, Any]:
     """Every feature in turn has a bad id on rank 1, then on all ranks; good steps in between."""
     model, told, losses = build(JOB, rank, world_size), [], []
@@ -57,7 +52,7 @@ def _refused_batches(rank: int, world_size: int) -> tuple[list[str], Any, Any]:
             if rank in bad_ranks:
                 last = _last_of(batch.sparse_features, feature)
                 batch.sparse_features = _with(batch.sparse_features, last, id=rows + rank)
-            told.append(_told(model, batch))
+            told.append(refusal(picasso.InputError, model, batch))
     undisturbed = build(JOB, rank, world_size)
     expected = train(undisturbed, JOB, rank, range(len(ROWS))), replicas_of(undisturbed)
     return told, (losses, replicas_of(model)), expected
@@ -111,7 +106,7 @@ def _bad_values(rank: int, world_size: int) -> dict[str, str]:
         batch = make_batch(job, rank, 1)
         if rank == 1:
             batch.sparse_features = _with(batch.sparse_features, 3, **values)
-        told[name] = _told(model, batch)
+        told[name] = refusal(picasso.InputError, model, batch)
     return told
 
 
@@ -145,15 +140,11 @@ def _bad_lengths_beside_a_stock_table(rank: int, world_size: int) -> list[str]:
                 keys=given.keys(), values=given.values(), lengths=lengths
             )
         model = build(job, rank, world_size)
-        with pytest.raises(picasso.InputError) as caught:
-            model(batch)
-        told.append(str(caught.value))
+        told.append(refusal(picasso.InputError, model, batch))
         train(model, job, rank, range(2))  # nobody is left waiting
         settings = {"num_micro_batches": 2 if change > 0 else 1, "lookahead": False}
         pipeline = pipeline_of(build(job, rank, world_size), **settings)
-        with pytest.raises(picasso.InputError) as caught:
-            pipeline.progress(iter([batch]))
-        told.append(str(caught.value))
+        told.append(refusal(picasso.InputError, pipeline.progress, iter([batch])))
     return told
 
 
@@ -184,9 +175,9 @@ def _bad_lengths_changed_on_the_way(rank: int, world_size: int) -> dict[str, str
             pipeline: Any = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
             if num_micro_batches:
                 pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
-            with pytest.raises(picasso.InputError) as caught:
-                pipeline.progress(iter([batch]))
-            told[f"{name}, {kind}, {change}, {num_micro_batches}"] = str(caught.value)
+            told[f"{name}, {kind}, {change}, {num_micro_batches}"] = refusal(
+                picasso.InputError, pipeline.progress, iter([batch])
+            )
     return told
 
 

@@ -19,14 +19,7 @@ from tests.support.dense_updates import DenseUpdate
 def train_unsharded(
     model: nn.Module, batches: Sequence[Batch], tables: Sequence[Table], **optimizer: Any
 ) -> tuple[Result, list[Tensor]]:
-    """What is left behind, and the output of each step.
-
-    Args:
-        model: Gives (loss, output); its tables are in TorchRec's collections. It is changed.
-        batches: Of this rank, as many on each.
-        tables: Of the model.
-        optimizer: Settings of :class:`~tests.support.dense_updates.DenseUpdate`.
-    """
+    """What is left behind, and each step's output; settings are those of :class:`DenseUpdate`."""
     weights = {n: p for n, p in model.named_parameters() if ".embedding" in n}
     features_of = {table.name: table.features for table in tables}
     updates = {n: DenseUpdate(**optimizer) for n in weights}
@@ -40,14 +33,12 @@ def train_unsharded(
             loss, outputs[-1] = model(batch)
             loss.backward()
         for parameter in model.parameters():
-            assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
         for n, weight in weights.items():
             looked_up = [batch.sparse_features[f].values() for f in features_of[n.split(".")[-2]]]
             num_uses = torch.bincount(torch.cat(looked_up), minlength=len(weight))
             dist.all_reduce(num_uses)
-            assert weight.grad is not None
             updates[n].step(weight.detach(), weight.grad, num_uses > 0)
         dense.step()
     states = {}

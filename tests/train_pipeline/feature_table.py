@@ -53,15 +53,7 @@ class DiffersError(AssertionError):
 
 
 def words(feature: Feature, by_rank: Sequence[Sequence[Outcome]]) -> dict[tuple[str, str], str]:
-    """A feature's cells, by pipeline and by what is done.
-
-    Args:
-        feature: Which.
-        by_rank: TorchRec's outcome, ours under SparseDist and interleaved, of each rank.
-
-    Raises:
-        DiffersError: If something trained that TorchRec trains otherwise.
-    """
+    """Cells by pipeline and by what is done; of each rank TorchRec's outcome, then both of ours."""
     stock, sparse_dist, interleaved, *whole_batches = zip(*by_rank)
     cells: dict[tuple[str, str], str] = {}
     for pipeline, runs in zip(PIPELINES, (sparse_dist, interleaved)):
@@ -134,12 +126,7 @@ class Ran:
 
 
 def _run_surface(rank: int) -> dict[str, list[Ran]]:
-    """Runs every entry on this rank.
-
-    Returns:
-        Of each entry TorchRec's run, where there is one, and ours; on idle streams, where these are
-        needed, behind TorchRec's run without.
-    """
+    """Of each entry TorchRec's run, if any, and ours; first TorchRec's without idle streams."""
     found: dict[str, list[Ran]] = {}
     for entry in SURFACE:
         whose = [True] if entry.is_ours_alone else [False, True]
@@ -157,11 +144,7 @@ def _ran(entry: Entry, rank: int, *, is_ours: bool) -> Ran:
 
 
 def surface_words(entry: Entry, by_rank: Sequence[Sequence[Ran]]) -> tuple[str, str]:
-    """An entry's cells: TorchRec's tables, and hot/cold ones.
-
-    Raises:
-        DiffersError: If something came out otherwise, or an error has no name.
-    """
+    """An entry's cells: TorchRec's tables, and hot/cold ones."""
     *before, ours = zip(*by_rank)
     errors = [ran.error for ran in ours]
     if all(error.startswith(REFUSALS) for error in errors):

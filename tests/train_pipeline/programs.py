@@ -83,10 +83,7 @@ def build(
     wrapper: DataParallelWrapper | None = None,
     planned: int | None = None,
 ) -> DistributedModelParallel:
-    """Shards a model; bags are hot/cold but for the listed tables, or all TorchRec's (``None``).
-
-    ``planned``: micro-batches that the plan was priced for.
-    """
+    """Shards a model; bags are hot/cold but for the listed tables, or all TorchRec's (``None``)."""
     hot_cold = HotColdEmbeddingBagCollectionSharder()
     sharders = {
         EmbeddingBagCollection: EmbeddingBagCollectionSharder() if stock is None else hot_cold,
@@ -210,6 +207,11 @@ class Head(nn.Module):
 
     def output(self, out: Tensor, batch: Batch) -> Any:
         return out.detach()
+
+
+def changed(base: type[Head] = Head, **methods: Any) -> type[Head]:
+    """A head with other methods, which get it first."""
+    return type("Changed", (base,), methods)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
+from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
 from tests.train_pipeline import programs
 from tests.train_pipeline.runs import run_to_the_end
@@ -74,24 +75,16 @@ class _Remembering(_Legal):
         return super().act(hidden)
 
 
-class _Summed(_Legal):
-    def loss(self, out: Tensor, batch: Batch) -> Tensor:
-        return ((out - batch.labels) ** 2).sum()
-
-
-class _Noisy(_Legal):
-    """Random by itself, in a way that nothing can hold still."""
-
-    def act(self, hidden: Tensor) -> Tensor:
-        return hidden * float(np.random.rand())
+_SUMMED = programs.changed(_Legal, loss=lambda head, out, batch: ((out - batch.labels) ** 2).sum())
+_NOISY = programs.changed(_Legal, act=lambda head, hidden: hidden * float(np.random.rand()))
 
 
 FOUND: dict[str, tuple[type[programs.Head], list[str]]] = {
     "clicked": (_Clicked, ["the gradient of the output of ebc differs by"]),
-    "summed": (_Summed, ["the gradient of the output of ebc differs by", "loss_reduction='sum'"]),
+    "summed": (_SUMMED, ["the gradient of the output of ebc differs by", "loss_reduction='sum'"]),
     "counting": (_Counting, ["a buffer or tensor of head differs after the forward"]),
     "remembering": (_Remembering, ["the attributes of head differ after the forward"]),
-    "noisy": (_Noisy, ["the model is random by itself or communicates (numpy.random)"]),
+    "noisy": (_NOISY, ["the model is random by itself or communicates (numpy.random)"]),
 }
 """More are in ``test_hostile_models.py``, compared with stock where they train whole."""
 
@@ -174,9 +167,7 @@ def _another(rank: int, world_size: int) -> str:
     run_to_the_end(pipeline, iter(batches[:3]))
     pipeline.detach()
     pipeline.attach(programs.build(programs.Model(_Clicked), ()))
-    with pytest.raises(CompatError) as refused:
-        pipeline.progress(iter(batches[3:]))
-    return str(refused.value)
+    return refusal(CompatError, pipeline.progress, iter(batches[3:]))
 
 
 def test_another_model_is_looked_at_in_its_first_step() -> None:
@@ -200,9 +191,7 @@ def _late(rank: int, world_size: int) -> str:
     iterator = iter(batches)
     for _ in range(7):
         pipeline.progress(iterator)
-    with pytest.raises(CompatError) as refused:
-        pipeline.progress(iterator)
-    return str(refused.value)
+    return refusal(CompatError, pipeline.progress, iterator)
 
 
 def test_a_difference_that_shows_late_is_refused_in_that_very_step() -> None:

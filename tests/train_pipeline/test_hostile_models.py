@@ -233,11 +233,6 @@ class _Centre(torch.autograd.Function):
         return grad
 
 
-class Centred(programs.Head):
-    def logits(self, x: Tensor) -> Tensor:
-        return _Centre.apply(super().logits(x))
-
-
 class NormalisedInCheckpoint(programs.Head):
     def tower(self, x: Tensor) -> Tensor:
         def norm(values: Tensor) -> Tensor:
@@ -258,14 +253,14 @@ class WritingClicked(programs.Head):
         return ((out - batch.labels) ** 2 * clicked).sum() / clicked.sum()
 
 
-class Fixed(programs.Head):
-    def loss(self, out: Tensor, batch: Batch) -> Tensor:
-        return ((out.view(programs.SAMPLES) - batch.labels) ** 2).mean()
-
-
-class Ranks(programs.Head):
-    def output(self, out: Tensor, batch: Batch) -> Any:
-        return out.argsort().argsort(), out > out.median()
+FIXED = programs.changed(
+    loss=lambda head, out, batch: ((out.view(programs.SAMPLES) - batch.labels) ** 2).mean()
+)
+RANKS = programs.changed(
+    output=lambda head, out, batch: (out.argsort().argsort(), out > out.median())
+)
+SHOWS_WEIGHT = programs.changed(output=lambda head, out, batch: (out.detach(), head.over.bias[0]))
+CENTRED = programs.changed(logits=lambda head, x: _Centre.apply(programs.Head.logits(head, x)))
 
 
 class Unproved(Switched):
@@ -275,11 +270,6 @@ class Unproved(Switched):
         classes = torch.stack([out, -out], dim=1)
         loss = functional.cross_entropy(classes, (batch.labels > 0.5).long())
         return loss + super().loss(out, batch)
-
-
-class ShowsWeight(programs.Head):
-    def output(self, out: Tensor, batch: Batch) -> Any:
-        return out.detach(), self.over.bias[0]
 
 
 class Uncertain(programs.Head):
@@ -426,13 +416,13 @@ PROGRAMS = {
         ),
     ),
     "type of a tensor": replace(_DIFFERS, head=OfItsType),
-    "centred in a function": replace(_DIFFERS, head=Centred),
+    "centred in a function": replace(_DIFFERS, head=CENTRED),
     "norm in a checkpoint": replace(_DIFFERS, head=NormalisedInCheckpoint),
     "written output of tables": programs.Program(head=WritingClicked, refusal=_OF_TABLES),
     "batch size in the model": programs.Program(
-        head=Fixed, refusal="RuntimeError in 4 micro-batches"
+        head=FIXED, refusal="RuntimeError in 4 micro-batches"
     ),
-    "ranks": programs.Program(head=Ranks, refusal="output[0] differs in"),
+    "ranks": programs.Program(head=RANKS, refusal="output[0] differs in"),
     "cached tensor": programs.Program(head=Cached),
     "switch": replace(_DIFFERS, head=Switched, before_step=_last_switches),
     "switch of what is not proved": replace(_DIFFERS, head=Unproved, before_step=_last_switches),
@@ -460,7 +450,7 @@ PROGRAMS = {
         pipeline=_with_late_autocast,
         tolerance=programs.BFLOAT16,
     ),
-    "view of a weight": programs.Program(head=ShowsWeight, refusal="a view into the model"),
+    "view of a weight": programs.Program(head=SHOWS_WEIGHT, refusal="a view into the model"),
     "evaluated every other step": programs.Program(
         before_step=lambda model, step: model.train(step % 2 == 0)
     ),

@@ -157,14 +157,7 @@ def sharded(
     before: Callable[[nn.Module], None] = lambda model: None,
     after: Callable[[nn.Module], None] | None = None,
 ) -> tuple[DistributedModelParallel, Any]:
-    """A model and its optimizers. Collective.
-
-    Args:
-        name: Of a case.
-        is_stock: Whole tables of stock TorchRec; else hot/cold ones.
-        before: Changes the model before it is sharded.
-        after: Wraps its dense part once it is, instead of DDP.
-    """
+    """A model, changed ``before`` and wrapped ``after`` it is sharded (then not by DDP)."""
     model, pg = build(name), dist.group.WORLD
     before(model)
     apply_optimizer_in_backward(RowWiseAdagrad, model.embeddings.parameters(), {"lr": 0.1})
