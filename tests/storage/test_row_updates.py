@@ -13,7 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 from torchrec.modules.embedding_configs import DataType
 
-from tests.storage.test_memory_layout import config_of
+from tests.storage.test_row_tables import config_of
 from tests.support.dense_updates import OPTIMIZERS, DenseUpdate
 from torchrec_picasso.storage import row_tables, row_updates
 from torchrec_picasso.storage.row_tables import RowTables, choose_memory
