@@ -17,7 +17,7 @@ from benchmarks.fields.columns import CLICK_COLUMNS, ColumnsWorkload
 from benchmarks.fields.plans import deal_by_size
 from benchmarks.fields.question import UNIFORM, Question
 from benchmarks.pipelines.memory import PeakMemory
-from tests.benchmarks.refusals import refusal_of
+from tests.support.refusals import refusal_of
 from torchrec_picasso import CommCurves
 from torchrec_picasso.app.zoo.data import alimama, globo
 from torchrec_picasso.app.zoo.data.alimama import generate_alimama

@@ -13,7 +13,7 @@ from benchmarks.pipelines.question import SCENARIOS, Question
 from benchmarks.pipelines.rankings import rankings
 from benchmarks.pipelines.runner import Block, RankResult, steps_past_checks
 from benchmarks.pipelines.variants import parse_variant, pipeline_options
-from tests.benchmarks.refusals import refusal_of
+from tests.support.refusals import refusal_of
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import ConfigError
 

@@ -24,7 +24,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from tests.sharding.jobs import CPU, OPTIMIZERS, Job, Model, Table, build
 from tests.support.wire import MessageRecorder, elements
-from tests.train_pipeline.drivers import Driver, make_driver
+from tests.train_pipeline.runs import Driver, make_driver
 from torchrec_picasso import FrequencyStats, HotColdEmbeddingBagCollectionSharder, hot_cold_planner
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.wire_meter import WireMeter

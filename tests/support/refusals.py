@@ -1,6 +1,6 @@
-"""What a refused call says."""
+"""What a refused call or benchmark says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,3 +11,14 @@ def refusal(kind: Any, act: Callable[..., Any], *args: Any, **options: Any) -> s
     with pytest.raises(kind) as caught:
         act(*args, **options)
     return str(caught.value)
+
+
+def refusal_of(
+    main: Callable[[Any], int], argv: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What it says: one line, with exit code 2."""
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error

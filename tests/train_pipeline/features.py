@@ -32,7 +32,7 @@ from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.optim import optimizers
 
 from tests.sharding.jobs import CPU, RowWiseOnCpuSharder, Table
-from tests.support.unsharded import train_unsharded
+from tests.support.dense_updates import train_unsharded
 from tests.train_pipeline.feature_cells import (
     NUM_EVALUATED,
     NUM_TRAINED,

@@ -23,10 +23,19 @@ import torch
 
 from tests.sharding import jobs
 from tests.support.dense_updates import OPTIMIZERS as NOT_IN_FBGEMM
+from tests.support.dense_updates import train_unsharded
 from tests.support.shared_run import run_once
-from tests.support.unsharded import train_unsharded
-from tests.train_pipeline.drivers import DRIVERS_OF, SETTINGS_OF, Driver, train_job
-from tests.train_pipeline.runs import Run, batches_of, compare_runs, default_dtype, plain_steps
+from tests.train_pipeline.runs import (
+    DRIVERS_OF,
+    SETTINGS_OF,
+    Driver,
+    Run,
+    batches_of,
+    compare_runs,
+    default_dtype,
+    plain_steps,
+    train_job,
+)
 
 NUM_STEPS = 5
 

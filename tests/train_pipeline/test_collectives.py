@@ -24,8 +24,7 @@ from tests.sharding.jobs import Job, Table, build, make_batch
 from tests.sharding.sequence_jobs import SequenceJob, build_sequences
 from tests.support.shared_run import run_once
 from tests.support.wire import MessageRecorder, all_to_alls
-from tests.train_pipeline.drivers import Driver, make_driver
-from tests.train_pipeline.runs import batches_of, run_to_the_end
+from tests.train_pipeline.runs import Driver, batches_of, make_driver, run_to_the_end
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.rows.batch_gradients import BatchGradients
 

@@ -21,7 +21,7 @@ import torch
 from tests.sharding.jobs import ATOL, ODD, PLAIN, RTOL, Job, Table, build, result_of
 from tests.support.shared_run import run_once
 from tests.train_pipeline import runs
-from tests.train_pipeline.drivers import SETTINGS_OF, train_job
+from tests.train_pipeline.runs import SETTINGS_OF, train_job
 from torchrec_picasso import Refresh
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 

@@ -19,8 +19,14 @@ from tests.sharding import jobs
 from tests.sharding.jobs import Result, assert_same_results
 from tests.sharding.sequence_jobs import SequenceJob, build_sequences, train_sequences
 from tests.support.shared_run import run_once
-from tests.train_pipeline.drivers import Driver, make_driver
-from tests.train_pipeline.runs import batches_of, pipeline_of, plain_steps, run_to_the_end
+from tests.train_pipeline.runs import (
+    Driver,
+    batches_of,
+    make_driver,
+    pipeline_of,
+    plain_steps,
+    run_to_the_end,
+)
 from torchrec_picasso import HotRowRefresher, InterleavedTrainPipeline, PicassoError, Refresh
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.rows.hot_rows import SavedUses

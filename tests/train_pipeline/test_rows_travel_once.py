@@ -27,8 +27,15 @@ from tests.support.placing import CPU, place, world_env
 from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
 from tests.support.wire import Message, MessageRecorder, elements
-from tests.train_pipeline.drivers import DRIVERS, DRIVERS_OF, Driver, make_driver
-from tests.train_pipeline.runs import batches_of, pipeline_of, run_to_the_end
+from tests.train_pipeline.runs import (
+    DRIVERS,
+    DRIVERS_OF,
+    Driver,
+    batches_of,
+    make_driver,
+    pipeline_of,
+    run_to_the_end,
+)
 from torchrec_picasso import (
     CompatError,
     HotColdEmbeddingCollectionSharder,

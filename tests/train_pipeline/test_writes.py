@@ -26,11 +26,12 @@ from torchrec.datasets.utils import Batch
 from tests.sharding.jobs import PLAIN, Job, build, result_of, storages_of
 from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
-from tests.train_pipeline.drivers import Driver, make_driver
 from tests.train_pipeline.runs import (
+    Driver,
     Run,
     batches_of,
     compare_runs,
+    make_driver,
     pipeline_of,
     plain_steps,
     run_to_the_end,
