@@ -116,9 +116,7 @@ def test_a_kjt_of_offsets_is_cut_like_one_of_lengths(data: st.DataObject, sizes:
 
 
 @given(data=st.data(), sizes=sizes_of_parts)
-def test_parts_of_a_jagged_tensor_are_those_of_its_kjt(
-    data: st.DataObject, sizes: list[int]
-) -> None:
+def test_parts_of_a_jagged_tensor_are_its_kjts(data: st.DataObject, sizes: list[int]) -> None:
     kjt = data.draw(kjts(sum(sizes)))
     feature = kjt.keys()[0]
     parts = split_batch({"jt": kjt[feature], "kjt": kjt}, sizes)
@@ -200,9 +198,7 @@ def test_a_malformed_jagged_tensor_is_refused(kjt: Any, message: str) -> None:
 
 
 @given(data=st.data(), sizes=sizes_of_parts)
-def test_every_part_of_a_nested_batch_has_its_number_of_samples(
-    data: st.DataObject, sizes: list[int]
-) -> None:
+def test_parts_of_a_nested_batch_have_their_samples(data: st.DataObject, sizes: list[int]) -> None:
     batch = {"ids": data.draw(kjts(sum(sizes))), "more": data.draw(batches(sum(sizes)))}
     parts = split_batch(batch, sizes)
     assert [num_samples(part) for part in parts] == sizes
@@ -408,17 +404,13 @@ NAN = torch.tensor(float("nan"))
 
 
 @given(data=st.data(), sizes=sizes_of_parts)
-def test_joining_the_parts_of_a_batch_gives_the_batch(
-    data: st.DataObject, sizes: list[int]
-) -> None:
+def test_joining_parts_gives_the_batch(data: st.DataObject, sizes: list[int]) -> None:
     batch = data.draw(batches(sum(sizes)))
     assert_same(join_outputs(split_batch(batch, sizes), sizes), batch)
 
 
 @given(data=st.data(), sizes=sizes_of_parts.filter(sum))
-def test_a_mean_loss_and_its_gradients_are_those_of_the_whole_batch(
-    data: st.DataObject, sizes: list[int]
-) -> None:
+def test_mean_loss_and_gradients_are_the_batchs(data: st.DataObject, sizes: list[int]) -> None:
     torch.manual_seed(data.draw(st.integers(0, 999)))
     x_BD, y_B = torch.rand(sum(sizes), 3, dtype=torch.float64), torch.rand(sum(sizes)).double()
     layer = nn.Linear(3, 1, dtype=torch.float64)
@@ -523,9 +515,7 @@ def test_a_tensor_that_all_parts_share_stays() -> None:
         ),
     ],
 )
-def test_what_cannot_be_joined_is_refused_by_its_path_with_advice(
-    outputs: tuple[Any, Any], message: str
-) -> None:
+def test_what_cannot_be_joined_is_refused_by_path(outputs: tuple[Any, Any], message: str) -> None:
     with pytest.raises(CompatError, match=rf"{message}.*join_outputs="):
         join_outputs(outputs, [1, 2])
 

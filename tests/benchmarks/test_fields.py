@@ -131,9 +131,7 @@ def _log(folder: Path, columns: tuple[str, ...]) -> str:
 @pytest.mark.parametrize(
     ("columns", "num_tables"), [(ID_COLUMNS, 26), ((*CLICK_COLUMNS, "session_start"), 9)]
 )
-def test_a_log_is_trained_on_in_time_order(
-    columns: tuple[str, ...], num_tables: int, tmp_path: Path
-) -> None:
+def test_a_log_is_in_time_order(columns: tuple[str, ...], num_tables: int, tmp_path: Path) -> None:
     path = _log(tmp_path, columns)
     question = Question(model="columns", data=path, batch_size=8, max_rows=10, dim=4)
     workload = ColumnsWorkload(question)
@@ -259,9 +257,7 @@ def test_globos_clicks_are_those_of_a_loop_in_time_order(globo_file: Path) -> No
         ({"a": [1], "b": [1]}, "no column of .* or of .*, got a, b; expected Alimama's"),
     ],
 )
-def test_a_missing_column_is_named(
-    tmp_path: Path, columns: dict[str, list[int]], says: str
-) -> None:
+def test_missing_column_is_named(tmp_path: Path, columns: dict[str, list[int]], says: str) -> None:
     if "clk" in columns:
         columns = {name: [1] for name in alimama.COLUMNS if name != "user_id"}
     pd.DataFrame(columns).to_parquet(tmp_path / "a.parquet")
@@ -290,9 +286,7 @@ def test_samples_in_time_order_are_taken_once_and_held_out_before() -> None:
 
 
 @pytest.mark.parametrize(("kind", "ours"), [("generated", "all_rows"), ("globo", "all_rows_plain")])
-def test_both_variants_train_the_same_model(
-    tmp_path: Path, globo_file: Path, kind: str, ours: str
-) -> None:
+def test_both_variants_train_alike(tmp_path: Path, globo_file: Path, kind: str, ours: str) -> None:
     data = [] if kind == "generated" else ["--data", str(globo_file)]
     names = ("table_wise", ours)
     out, curves = tmp_path / "out.json", tmp_path / "curves.json"

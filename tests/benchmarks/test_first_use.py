@@ -149,9 +149,7 @@ def test_a_short_stream_is_refused() -> None:
         next(compare("x", make_clicks(), batch_size=30, micro_batches=(2,), dim=8, hot_rows=1))
 
 
-def test_the_command_counts_what_is_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_counts_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     options = ["--data", str(tmp_path), "--streams", *STREAMS, "--batch-sizes", "64", "100000"]
     assert main([*options, "--micro-batches", "4", "--steps", "1", "-o", str(out)]) == 0

@@ -91,9 +91,7 @@ MEASURED = DenseTimes(
     ("pieces", "forward_ms", "backward_ms"),
     [(1, 40.0, 80.0), (2, 35.0, 70.0), (4, 30.0, 60.0), (8, 33.0, 80.0), (16, 36.0, 100.0)],
 )
-def test_between_two_cuts_times_are_in_proportion(
-    pieces: int, forward_ms: float, backward_ms: float
-) -> None:
+def test_times_between_cuts_are_linear(pieces: int, forward_ms: float, backward_ms: float) -> None:
     found = MEASURED.cut(pieces)
     assert (found.forward_ms, found.backward_ms) == pytest.approx((forward_ms, backward_ms))
     assert found.parameter_bytes == MEASURED.parameter_bytes

@@ -264,9 +264,7 @@ def test_round_trip(stats: FrequencyStats) -> None:
 
 
 @given(chunks_of(40), st.integers(1, 50))
-def test_heavy_hitters_make_the_round_trip_beside_exact_counts(
-    chunks: list[list[int]], max_rows: int
-) -> None:
+def test_heavy_hitters_make_the_round_trip_too(chunks: list[list[int]], max_rows: int) -> None:
     tables = {
         "heavy": counted(chunks, HUGE, max_rows_counted=max_rows),
         "exact": counted(chunks, 40),
@@ -370,9 +368,7 @@ def test_a_foreign_writer_may_choose_its_types_and_order(tmp_path: Path) -> None
         ({"table": [[1], [1], [2]]}, ""),
     ],
 )
-def test_wrong_lines_are_refused(
-    tmp_path: Path, columns: dict[str, list[object]], reason: str
-) -> None:
+def test_wrong_lines_are_refused(tmp_path: Path, columns: dict[str, list], reason: str) -> None:
     assert reason in refused_statistics(rewrite(tmp_path / "stats.parquet", **columns))
 
 

@@ -108,9 +108,7 @@ def test_both_forms_of_absence_agree_where_one_hands_over_to_the_other(drawn: fl
 
 @pytest.mark.parametrize("total", [3 * 10**6, 10**9, 10**12])
 @pytest.mark.parametrize("drawn", [1, 4096, 10**6])
-def test_absence_among_very_many_lookups_equals_the_product_that_defines_it(
-    total: int, drawn: int
-) -> None:
+def test_absence_among_many_lookups_equals_its_product(total: int, drawn: int) -> None:
     """``C(N - c, n) / C(N, n)`` is a product of c factors; here it is taken factor by factor."""
     counts = [1, 2, 3, 40, 1000]
     expected = [sum(math.log1p(-drawn / (total - i)) for i in range(c)) for c in counts]
@@ -144,9 +142,7 @@ def test_coverage_is_the_share_of_the_largest_counts(counts: list[int], num_rows
 
 
 @given(SOME_COUNTS, st.integers(0, 25), st.integers(0, 60))
-def test_cold_rows_are_those_outside_the_most_frequent(
-    counts: list[int], num_hot: int, drawn: int
-) -> None:
+def test_cold_rows_are_outside_the_most_used(counts: list[int], num_hot: int, drawn: int) -> None:
     spectrum = spectrum_of(counts)
     presence = dict(zip(spectrum.counts_K.tolist(), spectrum.presence(drawn).tolist()))
     hot = sum(presence[count] for count in sorted(counts, reverse=True)[:num_hot])

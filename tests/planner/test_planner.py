@@ -196,9 +196,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("hot_rows", [None, 500])
-def test_expensive_calls_grow_with_the_tables_alone(
-    calls: Counter[str], hot_rows: int | None
-) -> None:
+def test_expensive_calls_grow_with_tables_alone(calls: Counter[str], hot_rows: int | None) -> None:
     found = []
     for num_tables in (15, 45):
         calls.clear()
@@ -210,9 +208,7 @@ def test_expensive_calls_grow_with_the_tables_alone(
     assert found[1]["estimate"] <= 4 * found[0]["estimate"]
 
 
-def test_the_benchmark_prints_and_writes_its_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_benchmark_tells_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "time.json"
     assert main(["--tables", "3", "5", "--times", "1", "--json", str(out)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
@@ -233,9 +229,7 @@ STOCK = CommCurves(
 
 @pytest.mark.parametrize("given_partitioner", [False, True])
 @pytest.mark.parametrize("hot_rows", [None, 500])
-def test_one_proposal_places_the_decided_plan(
-    hot_rows: int | None, given_partitioner: bool
-) -> None:
+def test_one_proposal_places_a_decided_plan(hot_rows: int | None, given_partitioner: bool) -> None:
     workload = Workload(num_tables=24, seed=3)
     own = {"partitioner": GreedyPerfPartitioner()} if given_partitioner else {}
     planner = hot_cold_planner(
@@ -307,9 +301,7 @@ VOLUMES = st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1e6)), max_size=30)
 
 
 @given(VOLUMES, st.integers(1, 6))
-def test_waves_are_about_equal_and_a_pack_that_fits_one_is_kept_whole(
-    tables: Volumes, num_waves: int
-) -> None:
+def test_waves_are_about_equal_and_small_packs_stay_whole(tables: Volumes, num_waves: int) -> None:
     waves = balance_waves(tables, num_waves)
     assert set(waves) <= set(range(num_waves))
     fair = sum(elements for _, elements in tables) / num_waves

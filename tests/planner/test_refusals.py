@@ -245,9 +245,7 @@ def test_a_wish_by_name_is_refused_with_the_reason(kind: Kind) -> None:
         ("output_of_all", 1, "only 0 rows can be hot: 2 tables .* such as 'plain': output_dtype"),
     ],
 )
-def test_a_total_that_the_others_cannot_take_is_refused(
-    name: str, hot_rows: int, message: str
-) -> None:
+def test_a_total_that_none_can_take_is_refused(name: str, hot_rows: int, message: str) -> None:
     planner, model, sharder = _planned(KINDS[name], hot_rows)
     with pytest.raises(PlanError, match=message):
         planner.plan(model, [sharder])

@@ -181,9 +181,7 @@ class _OtherRoute(RowRoute):
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_a_further_route_is_one_registration(
-    lookahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_further_route_is_registered(lookahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ROUTES, "other", _OtherRoute)
     first, second, *others = worlds.TABLES[2]
     tables = [replace(t, route="other", pack=pack) for pack, t in enumerate(others)]

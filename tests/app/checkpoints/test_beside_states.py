@@ -249,9 +249,7 @@ def test_a_crash_at_any_moment_leaves_no_half_that_looks_whole(tmp_path: Path) -
     assert crashes == 2 * (1 + 1 + len(PARTS) + 1) + len(PARTS) + 1
 
 
-def test_what_cannot_be_deleted_ends_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_deletion_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, "step_00000010", "step_00000020", "step_00000030")
     real = shutil.rmtree
 

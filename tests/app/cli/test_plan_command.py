@@ -222,9 +222,7 @@ def test_generated_data_of_a_configuration(tmp_path: Path, capsys: Capture) -> N
     assert stats == FrequencyStats.from_parquet(out)
 
 
-def test_the_configurations_own_file_is_read_where_none_is_named(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_the_configurations_own_file_is_read_unless_named(tmp_path: Path, capsys: Capture) -> None:
     data = write_parquet(tmp_path / "a.parquet", samples(32))
     file = tmp_path / "run.yaml"
     file.write_text(TINY_CONFIG.replace("num_tables: 4", f"path: {data}, max_rows: 50"))
@@ -249,9 +247,7 @@ def test_a_hot_set_is_judged(tmp_path: Path, clicks: str, capsys: Capture) -> No
     assert "a batch of 50 samples has 50 lookups" in text
 
 
-def test_a_feature_that_a_batch_may_lack_does_not_stop_the_judgement(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_feature_that_a_batch_lacks_stops_no_judgement(tmp_path: Path, capsys: Capture) -> None:
     """One lookup in a hundred samples: a batch of ten has none, rounded."""
     file = write(tmp_path / "a.parquet", rare=pa.array([4] + [None] * 99, pa.int64()))
     argv = ["stats", file, "--features", "rare", "--hot-rows", "1", "--batch-size", "10"]

@@ -94,9 +94,7 @@ def test_two_ranks_write_curves_that_planning_reads(tmp_path: Path, capsys: Capt
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_a_models_dense_part_is_measured_without_its_tables(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_dense_part_is_measured_without_its_tables(tmp_path: Path, capsys: Capture) -> None:
     out, config = tmp_path / "curves.json", tmp_path / "run.yaml"
     # tables that would not fit into any memory
     config.write_text(

@@ -175,9 +175,7 @@ def test_the_shipped_gate_has_every_kind_and_names_files_that_are_there() -> Non
             load_config(folder / name)
 
 
-def test_each_side_and_each_fold_is_trained_as_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sides_and_folds_train_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write(tmp_path, "")
     trained: list[TrainConfig] = []
 

@@ -266,9 +266,7 @@ def test_windows_are_whole_row_groups(path: Path, most_samples: int, expected: l
 
 
 @pytest.mark.parametrize("with_statistics", [True, False])
-def test_largest_ids_are_those_of_the_whole_file(
-    path: Path, tmp_path: Path, with_statistics: bool
-) -> None:
+def test_largest_ids_are_the_files(path: Path, tmp_path: Path, with_statistics: bool) -> None:
     if not with_statistics:
         frame, path = pd.read_parquet(path), tmp_path / "plain.parquet"
         frame.to_parquet(path, row_group_size=GROUP_ROWS, write_statistics=False)

@@ -243,9 +243,7 @@ def test_groups_of_one_column_have_a_table_each_or_share_it() -> None:
         ),
     ],
 )
-def test_groups_that_do_not_fit_are_refused(
-    target: dict[str, Any], history: dict[str, Any], said: str
-) -> None:
+def test_unfit_groups_refused(target: dict[str, Any], history: dict[str, Any], said: str) -> None:
     groups = [
         replace(group("a", ("item",)), **target),
         replace(group("b", ("item_history",)), **history),
