@@ -104,9 +104,7 @@ def test_predictions_are_beside_what_was_measured(tiny_run: Run) -> None:
     assert errors["ours_over_best"] is None  # it does not take part
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="Linux tells peaks of memory"
-)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells memory peaks")
 def test_memory_of_a_variant_is_its_own(tiny_run: Run) -> None:
     freed = torch.ones(64 << 18)  # 64 MiB before
     del freed
@@ -273,9 +271,8 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
 
 
 def test_samples_in_time_order_are_taken_once_and_held_out_before() -> None:
-    shares = Shares(
-        num_samples=100, in_time_order=True, batch_size=8, world_size=2, seed=0, start=50
-    )
+    asked: Any = {"num_samples": 100, "batch_size": 8, "world_size": 2, "seed": 0, "start": 50}
+    shares = Shares(in_time_order=True, **asked)
     taken = [
         shares.samples(stream, rank, step).tolist()
         for stream, step in ((HELDOUT, 1), (HELDOUT, 0), (TRAIN, 0), (TRAIN, 1))

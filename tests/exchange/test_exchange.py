@@ -32,9 +32,7 @@ def _agree(rank: int, world_size: int) -> list[bool]:
     found = []
     for speaking in ([], *([each] for each in range(world_size)), list(range(world_size))):
         sent, received = torch.ones(8 * world_size), torch.empty(8 * world_size)
-        rows = Ranks(pg).start_all_to_all(
-            received, sent, *[[8] * world_size] * 2, most_sent=1 << 30
-        )
+        rows = Ranks(pg).start_all_to_all(received, sent, *[[8] * world_size] * 2, most_sent=_MUCH)
         asked = Agreement(pg, CPU, Flags(homes_written=rank in speaking))
         found.append(Flags.largest(asked.wait()).homes_written)
         assert Flags.largest(asked.wait()) == Flags(homes_written=found[-1]), "once is enough"

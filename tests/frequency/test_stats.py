@@ -101,9 +101,7 @@ def test_a_missing_feature_is_named() -> None:
 
 def test_ids_must_be_integers() -> None:
     features = kjt(**FULL)
-    floats = KeyedJaggedTensor(
-        features.keys(), features.values().float(), lengths=features.lengths()
-    )
+    floats = KeyedJaggedTensor(list(FULL), features.values().float(), lengths=features.lengths())
     with pytest.raises(InputError, match=r"'f0' of table 'a' holds torch\.float32 values"):
         FrequencyStats.collect([floats], TwoCollections())
 

@@ -44,9 +44,7 @@ class Model(nn.Module):
 
 
 def topology(compute_device: str = "cpu", world_size: int = 2) -> Topology:
-    return Topology(
-        world_size=world_size, compute_device=compute_device, local_world_size=world_size
-    )
+    return Topology(world_size, compute_device, local_world_size=world_size)
 
 
 def stats() -> FrequencyStats:

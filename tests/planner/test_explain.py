@@ -227,9 +227,7 @@ def test_all_tables_say_the_micro_batches_that_the_plan_was_priced_for() -> None
     assert summary["step_ms"] >= max(summary["wire_ms"], summary["compute_ms"])
     assert summary["compute_ms"] > 2000
     # where somebody else names the rows, the price is still known
-    given, plan = planned_of(
-        Towers(), curves=SLOW, constraints=POOLING, hot_rows=0, dense_ms=2000.0
-    )
+    given, plan = planned_of(Towers(), curves=SLOW, constraints=POOLING, hot_rows=0, dense_ms=2000)
     found = {of.num_micro_batches for of in params(plan).values()}
     assert found == {given.decision.step.num_micro_batches} != {None}
 
@@ -325,9 +323,8 @@ def test_bags_that_cannot_be_had_are_refused() -> None:
     with pytest.raises(PlanError, match="'wide', which cannot have hot rows: form='bags' was req"):
         planned_of(Towers(), constraints=_asking(wide=bags), stats=None, hot_rows={"wide": 1})
     asked = {"s": ParameterConstraints(cache_params=bags)}
-    with pytest.raises(
-        PlanError, match="'s', which cannot be hot/cold: form='bags' was requested, "
-    ):
+    why = "'s', which cannot be hot/cold: form='bags' was requested, "
+    with pytest.raises(PlanError, match=why):
         planned_of(Model(sequence=True), constraints=asked)
     asked = {"a": ParameterConstraints(cache_params=bags, sharding_types=["row_wise"])}
     with pytest.raises(PlanError, match="chosen to be hot/cold, which needs table_wise"):

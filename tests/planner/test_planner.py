@@ -265,9 +265,7 @@ def test_a_plan_that_does_not_fit_gives_way_to_torchrecs_proposers(
     placed = with_room.plan(Model(), [AbleSharder()]).plan["pooled"]
     assert {of.sharding_type for of in placed.values()} == {"table_wise"}  # type: ignore[attr-defined]
     warned = [of for of in caplog.records if "does not fit into memory" in of.getMessage()]
-    assert [(of.name, of.levelno) for of in warned] == [
-        ("torchrec_picasso.planner", logging.WARNING)
-    ]
+    assert [(w.name, w.levelno) for w in warned] == [("torchrec_picasso.planner", logging.WARNING)]
 
 
 def test_tables_that_are_not_named_take_what_torchrec_rates_fastest() -> None:
@@ -342,10 +340,8 @@ def test_every_module_has_waves_of_its_own() -> None:
     """Tables of two modules never share an exchange, so they do not balance each other."""
 
     def fact(name: str, module: str, dim: int) -> TableInfo:
-        load = TableLoad(
-            name=name, num_embeddings=1000, dim=dim, lookups=64, bags=64, module=module
-        )
-        return TableInfo(load=load)
+        used: Any = {"num_embeddings": 1000, "lookups": 64, "bags": 64}
+        return TableInfo(load=TableLoad(name=name, dim=dim, module=module, **used))
 
     facts = [fact(n, "user", 8) for n in "ab"] + [fact(n, "item", 16) for n in "cd"]
     decision = decide(

@@ -304,9 +304,7 @@ def test_tiny_tables_are_saved_and_loaded_on_any_number_of_ranks(tmp_path: Path)
         for blocks, rows in zip(answers[0][0], ROWS.values(), strict=True):
             filled = min(rows, link.world_size)
             assert sum(blocks) == rows
-            assert [size > 0 for size in blocks] == [
-                rank < filled for rank in range(link.world_size)
-            ]
+            assert [size > 0 for size in blocks] == [r < filled for r in range(link.world_size)]
         if saved is not None:
             loaded = [answer[1] for answer in answers]
             for kind in ("weights", "states"):

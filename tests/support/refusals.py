@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 
-def refusal(kind: Any, act: Callable[..., Any], *args: Any, **options: Any) -> str:
+def refusal(kind: Any, act: Callable[..., Any], /, *args: Any, **options: Any) -> str:
     """The words of the error that a call must raise."""
     with pytest.raises(kind) as caught:
         act(*args, **options)

@@ -327,13 +327,16 @@ def run_cell(
         return Outcome(error=f"{type(error).__name__}: {error}")
 
 
+def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    weights = [p for name, p in model.named_parameters() if ".t_" not in name]
+    return torch.optim.SGD(weights, lr=0.05)
+
+
 def _run(
     feature: Feature, kind: str, rank: int, is_ours: bool, num_micro_batches: int | None
 ) -> Outcome:
     model = build(feature, kind, is_ours)
-    dense = torch.optim.SGD(
-        [p for name, p in model.named_parameters() if ".t_" not in name], lr=0.05
-    )
+    dense = dense_optimizer(model)
     options = dict(feature.options)
     pipeline: Any
     if num_micro_batches == 0:

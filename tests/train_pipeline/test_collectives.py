@@ -11,7 +11,6 @@ are those of one of two ranks.
 
 import dataclasses
 import itertools
-from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -53,12 +52,12 @@ def _job(num_tables: int) -> Job:
     )
 
 
-def _count(rank: int, world_size: int, jobs: dict[int, Job]) -> dict[Any, list[dict[str, float]]]:
-    found: dict[Any, list[dict[str, float]]] = {}
-    for num_tables, job in jobs.items():
-        for driver in PER_STEP:
-            found[num_tables, driver] = _kinds(build(job, rank, world_size), job, rank, driver)
-    return found
+def _count(rank: int, world_size: int) -> dict[Any, list[dict[str, float]]]:
+    return {
+        (num_tables, driver): _count_one(rank, world_size, _job(num_tables), driver)
+        for num_tables in NUM_TABLES
+        for driver in PER_STEP
+    }
 
 
 def _kinds(model: Any, job: Job, rank: int, driver: Driver) -> list[dict[str, float]]:
@@ -84,15 +83,10 @@ def _kinds_of_one_step(pipeline: Any, batches: Any) -> dict[str, float]:
     return {**by_kind, **others}
 
 
-@cache
-def _counted() -> list[dict[Any, list[dict[str, float]]]]:
-    return run_ranks(_count, WORLD_SIZE, {n: _job(n) for n in NUM_TABLES}, timeout_s=200)
-
-
 @pytest.mark.parametrize("driver", list(PER_STEP), ids=str)
 @pytest.mark.parametrize("num_tables", NUM_TABLES)
 def test_collectives_do_not_grow_with_tables(num_tables: int, driver: Driver) -> None:
-    for rank in _counted():
+    for rank in run_once(_count, WORLD_SIZE):
         assert rank[num_tables, driver] == [PER_STEP[driver]] * NUM_COUNTED
 
 

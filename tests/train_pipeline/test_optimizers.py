@@ -157,9 +157,7 @@ def _save_and_resume(rank: int, world_size: int, folder: Path, names: Sequence[s
             if how == "resumed":
                 model.fused_optimizer.set_optimizer_step(SAVED_AT)
             runs[how] = _train(model, rank, rest), model
-        found[name] = {
-            how: (jobs.result_of(of, []), outputs) for how, (outputs, of) in runs.items()
-        }
+        found[name] = {how: (jobs.result_of(m, []), outputs) for how, (outputs, m) in runs.items()}
     return found
 
 

@@ -24,9 +24,8 @@ from torchrec_picasso.cost.curves import COLLECTIVES
 
 def test_a_run_becomes_one_file(tmp_path: Path, capsys: Capture) -> None:
     config, run, out = tmp_path / "run.yaml", tmp_path / "run", tmp_path / "model.pt"
-    config.write_text(
-        f"{TINY_CONFIG}checkpoint: {{folder: {run}, every_steps: 2, async_save: true}}\n"
-    )
+    saving = f"checkpoint: {{folder: {run}, every_steps: 2, async_save: true}}\n"
+    config.write_text(TINY_CONFIG + saving)
     output_of(["train", "--config", str(config)], capsys)
     assert sorted(path.name for path in run.iterdir()) == ["step_00000002", "step_00000004"]
     (run / "step_00000006.tmp").mkdir()

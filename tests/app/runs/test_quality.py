@@ -198,9 +198,7 @@ def test_sides_and_folds_train_as_asked(tmp_path: Path, monkeypatch: pytest.Monk
     result = Checker(folder=tmp_path, seed=4).check(check)
     assert result.holds
     assert result.figures["samples"] == 6000
-    found = [
-        (of.model.kind, of.data.heldout_fold, of.steps, of.optimizer.dense_lr) for of in trained
-    ]
+    found = [(c.model.kind, c.data.heldout_fold, c.steps, c.optimizer.dense_lr) for c in trained]
     linear = "logistic_regression"
     assert found == [
         *(("dlrm", 1, 7, 0.1), ("dlrm", 3, 7, 0.1)),

@@ -107,9 +107,7 @@ CASES = {
         (*CLICKS, group("network", TARGETS, 8 * 4 + 4 * 4), group("read", HISTORIES)),
         lambda of: CAN(of, NUM_DENSE, (8, 4, 4), 2, 6, (16,), "tanh"),
     ),
-    "wukong": ModelCase(
-        (FIELDS,), lambda of: Wukong(of, NUM_DENSE, (12,), 2, 3, 4, 5, (16,), (8,))
-    ),
+    "wukong": ModelCase((FIELDS,), lambda g: Wukong(g, NUM_DENSE, (12,), 2, 3, 4, 5, (16,), (8,))),
     "dhen": ModelCase((FIELDS,), lambda of: DHEN(of, NUM_DENSE, 2, 4, 2, (16,))),
     "tbsm": ModelCase(CLICKS, lambda of: TBSM(of, NUM_DENSE, (7,), (6,), (9,))),
 }
@@ -286,9 +284,7 @@ def _train(rank: int, world_size: int, name: str, wrapper: str) -> dict[Any, Any
     batches = [batch_of(name, step * world_size + rank) for step in range(STEPS)]
     model, optimizer = sharded(name, is_stock=True)
     pipeline: Any = TrainPipelineSparseDist(model, optimizer, CPU)
-    found: dict[Any, Any] = {
-        "stock": (run_to_the_end(pipeline, iter(batches)), _dense_weights(model))
-    }
+    found = {"stock": (run_to_the_end(pipeline, iter(batches)), _dense_weights(model))}
     for number in (None, 1, 2, 4) if wrapper else (1, 4):
         model, optimizer = sharded(name, is_stock=False, **WRAPPED[wrapper])
         pipeline = InterleavedTrainPipeline(
