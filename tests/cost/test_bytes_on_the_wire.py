@@ -21,7 +21,8 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import ShardingEnv
 
-from tests.sharding.jobs import CPU, OPTIMIZERS, Job, Model, Table, build
+from tests.sharding.jobs import OPTIMIZERS, Job, Model, Table, build
+from tests.support.placing import CPU
 from tests.support.shared_run import run_once
 from tests.support.wire import MessageRecorder, elements
 from tests.train_pipeline.runs import Driver, make_driver

@@ -10,6 +10,7 @@ import torchrec
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.support.tables import Table, bags_of, sequences_of
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, TableCounts
 from torchrec_picasso.frequency.counts import MAX_ROWS_COUNTED, LookupCounter
 
@@ -24,25 +25,9 @@ class TwoCollections(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pooled = torchrec.EmbeddingBagCollection(
-            tables=[
-                torchrec.EmbeddingBagConfig(
-                    name="a", num_embeddings=10, embedding_dim=4, feature_names=["f0", "shared"]
-                ),
-                torchrec.EmbeddingBagConfig(
-                    name="b", num_embeddings=6, embedding_dim=8, feature_names=["f1"]
-                ),
-            ],
-            device=META,
-        )
-        self.sequence = torchrec.EmbeddingCollection(
-            tables=[
-                torchrec.EmbeddingConfig(
-                    name="c", num_embeddings=10, embedding_dim=4, feature_names=["shared"]
-                )
-            ],
-            device=META,
-        )
+        pooled = [Table("a", 4, 10, ("f0", "shared")), Table("b", 8, 6, ("f1",))]
+        self.pooled = bags_of(pooled, "meta")
+        self.sequence = sequences_of([Table("c", 4, 10, ("shared",))], "meta")
 
 
 def kjt(**bags: list[list[int]]) -> torchrec.KeyedJaggedTensor:

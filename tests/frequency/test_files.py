@@ -11,22 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from tests.frequency.samples import (
-    HUGE,
-    META,
-    ROWS,
-    as_dict,
-    chunks_of,
-    counted,
-    make_stats,
-    stats_of,
-)
+from tests.frequency import samples
 from tests.support.refusals import refusal
+from tests.support.tables import Table, bags_of
 from torchrec_picasso.errors import InputError, PicassoError
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, collect
 
@@ -40,7 +30,7 @@ def write(path: Path, row_group_size: int | None = None, **columns: Any) -> Path
 
 
 def counts_of(path: Path | list[Path], table: ModelTable, **how: Any) -> dict[int, int]:
-    return as_dict(FrequencyStats.from_files(path, [table], **how).tables[table.name])
+    return samples.as_dict(FrequencyStats.from_files(path, [table], **how).tables[table.name])
 
 
 def refused(path: Path | list[Path], table: ModelTable = USER, **how: Any) -> str:
@@ -65,7 +55,7 @@ def test_integers_of_every_width(tmp_path: Path, kind: Any, num_embeddings: int 
 def test_lists_of_every_kind(tmp_path: Path, kind: Any) -> None:
     path = write(tmp_path / "a.parquet", user=pa.array([[3, 4], None, [4, 9]], kind))
     stats = FrequencyStats.from_files(path, [USER])
-    assert as_dict(stats.tables["users"]) == {3: 1, 4: 2, 9: 1}
+    assert samples.as_dict(stats.tables["users"]) == {3: 1, 4: 2, 9: 1}
     assert stats.num_samples == 3
 
 
@@ -132,20 +122,8 @@ def test_files_count_as_the_same_batches_do(
     path = tmp_path_factory.mktemp("files") / "a.parquet"
     kind = pa.list_(pa.int64())
     write(path, 4, **{name: pa.array(lists, kind) for name, lists in bags.items()})
-    model = EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name="goods", num_embeddings=50, embedding_dim=4, feature_names=["item", "liked"]
-            )
-        ],
-        device=META,
-    )
-    batch = KeyedJaggedTensor.from_lengths_sync(
-        list(bags),
-        torch.tensor([i for lists in bags.values() for bag in lists for i in bag]).long(),
-        torch.tensor([len(bag) for lists in bags.values() for bag in lists]),
-    )
-    collected = FrequencyStats.collect([batch], model)
+    model = bags_of([Table("goods", 4, 50, ("item", "liked"))], "meta")
+    collected = FrequencyStats.collect([samples.kjt(**bags)], model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collect, "CHUNK_ROWS", chunk_rows)
         read = FrequencyStats.from_files(path, [ITEM])
@@ -249,11 +227,11 @@ def test_a_memory_budget_is_a_positive_integer(tmp_path: Path, value: Any) -> No
         FrequencyStats.from_files(path, [USER], max_rows_counted=value)
 
 
-SOME = make_stats(ROWS, {"large": {4: 4, 30: 1}, "small": {0: 2}})
+SOME = samples.make_stats(samples.ROWS, {"large": {4: 4, 30: 1}, "small": {0: 2}})
 METADATA_KEY = b"torchrec_picasso.frequency_stats"
 
 
-@given(stats_of(ROWS))
+@given(samples.stats_of(samples.ROWS))
 def test_round_trip(stats: FrequencyStats) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stats.parquet"
@@ -263,11 +241,11 @@ def test_round_trip(stats: FrequencyStats) -> None:
     assert list(read.tables) == list(stats.tables)
 
 
-@given(chunks_of(40), st.integers(1, 50))
+@given(samples.chunks_of(40), st.integers(1, 50))
 def test_heavy_hitters_make_the_round_trip_too(chunks: list[list[int]], max_rows: int) -> None:
     tables = {
-        "heavy": counted(chunks, HUGE, max_rows_counted=max_rows),
-        "exact": counted(chunks, 40),
+        "heavy": samples.counted(chunks, samples.HUGE, max_rows_counted=max_rows),
+        "exact": samples.counted(chunks, 40),
     }
     stats = FrequencyStats(tables=tables, num_batches=3, num_samples=9)
     with tempfile.TemporaryDirectory() as folder:
@@ -300,7 +278,7 @@ def test_writing_replaces_whole_files_only(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(pq, "write_table", fail)
     with pytest.raises(OSError, match="disk full"):
-        make_stats(ROWS, {}).to_parquet(path)
+        samples.make_stats(samples.ROWS, {}).to_parquet(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor
 
-from tests.frequency.samples import META, zipf_ids
+from tests.frequency.samples import zipf_ids
+from tests.support.tables import Table, bags_of
 from torchrec_picasso.frequency import CountSpectrum, FrequencyStats
 from torchrec_picasso.frequency.spectrum import _log_absent
 
@@ -191,8 +192,7 @@ def _batches(seed: int, num_batches: int, tastes: int | None) -> Iterator[KeyedJ
 
 
 def _collected(seed: int, num_batches: int, tastes: int | None) -> FrequencyStats:
-    config = EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=4, feature_names=["f"])
-    model = EmbeddingBagCollection(tables=[config], device=META)
+    model = bags_of([Table("t", 4, ROWS, ("f",))], "meta")
     return FrequencyStats.collect(_batches(seed, num_batches, tastes), model)
 
 

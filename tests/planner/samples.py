@@ -1,13 +1,12 @@
 """Models, a stand-in sharder and statistics that the tests of this room share."""
 
 import torch
-import torchrec
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import ShardingType
 
-from tests.support.tables import configs_of, tables_of
+from tests.support.tables import bags_of, sequences_of, tables_of
 from torchrec_picasso.frequency import FrequencyStats, TableCounts
 
 META = torch.device("meta")
@@ -34,13 +33,9 @@ class Model(nn.Module):
 
     def __init__(self, *, sequence: bool = False) -> None:
         super().__init__()
-        self.pooled = torchrec.EmbeddingBagCollection(
-            tables=configs_of(torchrec.EmbeddingBagConfig, tables_of(ROWS, DIM)), device=META
-        )
+        self.pooled = bags_of(tables_of(ROWS, DIM), "meta")
         if sequence:
-            self.sequence = torchrec.EmbeddingCollection(
-                tables=configs_of(torchrec.EmbeddingConfig, tables_of({"s": 50}, DIM)), device=META
-            )
+            self.sequence = sequences_of(tables_of({"s": 50}, DIM), "meta")
 
 
 def topology(compute_device: str = "cpu", world_size: int = 2) -> Topology:

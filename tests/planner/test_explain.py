@@ -13,13 +13,11 @@ import torch
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from tests.planner.samples import META, ROWS, AbleSharder, Model, stats, topology
-from tests.support.tables import configs_of, stats_of, tables_of
+from tests.support.tables import bags_of, stats_of, tables_of
 from torchrec_picasso import (
     HotColdEmbeddingCollectionSharder,
     HotColdFeatureProcessedEmbeddingBagCollectionSharder,
@@ -192,9 +190,7 @@ class Towers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pooled = EmbeddingBagCollection(
-            tables=configs_of(EmbeddingBagConfig, tables_of(TOWER_ROWS, 16)), device=META
-        )
+        self.pooled = bags_of(tables_of(TOWER_ROWS, 16), "meta")
         self.over = nn.Linear(48, 500, device=META)
 
 
@@ -343,12 +339,9 @@ class Processed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pooled = FeatureProcessedEmbeddingBagCollection(
-            EmbeddingBagCollection(
-                tables=Towers().pooled.embedding_bag_configs(), is_weighted=True, device=META
-            ),
-            PositionWeightedModuleCollection({f"f_{name}": 20 for name in POOLING}, device=META),
-        )
+        weights = PositionWeightedModuleCollection({f"f_{n}": 20 for n in POOLING}, device=META)
+        tables = bags_of(tables_of(TOWER_ROWS, 16), "meta", is_weighted=True)
+        self.pooled = FeatureProcessedEmbeddingBagCollection(tables, weights)
 
 
 def _processed(**arguments: Any) -> tuple[HotColdPlanner, ShardingPlan]:

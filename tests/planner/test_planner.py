@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -39,6 +39,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from benchmarks.planning_time import Workload, main, plan_ours
 from tests.planner.samples import DIM, ROWS, AbleSharder, Model, stats, topology
+from tests.support.tables import Table, bags_of
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_planner
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost import CommCurves, LocalCosts
@@ -385,11 +386,7 @@ FEW_ROWS = {"one": 1, "two": 2, "three": 3, "five": 5, "many": 400}
 
 
 def _collection() -> EmbeddingBagCollection:
-    tables = [
-        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=4, feature_names=[name])
-        for name, rows in FEW_ROWS.items()
-    ]
-    collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    collection = bags_of((Table(n, 4, rows, (n,)) for n, rows in FEW_ROWS.items()), "meta")
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.1})
     return collection
 

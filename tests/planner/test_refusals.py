@@ -25,7 +25,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.optimizers import LarsSGD
 
-from tests.support.tables import stats_of
+from tests.support.tables import configs_of, stats_of, tables_of
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost import CommCurves
@@ -105,19 +105,10 @@ KINDS = {
 class Model(nn.Module):
     def __init__(self, kind: Kind) -> None:
         super().__init__()
-        self.ebc = EmbeddingBagCollection(
-            device=CPU,
-            tables=[
-                EmbeddingBagConfig(
-                    name=name,
-                    num_embeddings=ROWS,
-                    embedding_dim=kind.dim if name == "odd" else 8,
-                    feature_names=[f"f_{name}"],
-                    data_type=kind.data_type if name == "odd" else DataType.FP32,
-                )
-                for name in TABLES
-            ],
-        )
+        configs = configs_of(EmbeddingBagConfig, tables_of(dict.fromkeys(TABLES, ROWS), 8))
+        odd = configs[TABLES.index("odd")]
+        odd.embedding_dim, odd.data_type = kind.dim, kind.data_type
+        self.ebc = EmbeddingBagCollection(tables=configs, device=CPU)
         for name in TABLES:
             is_odd = name == "odd"
             optimizer = kind.optimizer if is_odd else torchrec.optim.RowWiseAdagrad

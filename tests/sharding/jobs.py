@@ -27,8 +27,8 @@ from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.optim import optimizers
 
 import torchrec_picasso as picasso
-from tests.support.placing import CPU, distribute, place, wire_codecs
-from tests.support.tables import Table, configs_of
+from tests.support.placing import distribute, place, wire_codecs
+from tests.support.tables import Table, bags_of
 from torchrec_picasso.sharding.in_backward import HotColdPooledLookup, HotColdSequenceLookup
 from torchrec_picasso.storage import row_storage
 from torchrec_picasso.storage.row_storage import RowStorage
@@ -134,11 +134,7 @@ class Model(nn.Module):
     def __init__(self, job: Job) -> None:
         super().__init__()
         torch.manual_seed(job.seed)
-        self.ebc = torchrec.EmbeddingBagCollection(
-            device=CPU,
-            is_weighted=job.weighted,
-            tables=configs_of(torchrec.EmbeddingBagConfig, job.tables),
-        )
+        self.ebc = bags_of(job.tables, is_weighted=job.weighted)
         self.keys = keys_of(job.tables)
         self.regroup: KTRegroupAsDict | None = None
         if job.regrouped:

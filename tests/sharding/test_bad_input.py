@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -15,6 +14,7 @@ import torchrec_picasso as picasso
 from tests.sharding.jobs import Job, build, dense_optimizer, make_batch, replicas_of, train
 from tests.support.placing import CPU, place, wire_codecs, world_env
 from tests.support.refusals import refusal
+from tests.support.tables import Table, bags_of
 from tests.train_pipeline.feature_cells import Feature, batch_of, own_rows
 from tests.train_pipeline.feature_cells import build as build_cell
 from tests.train_pipeline.runs import pipeline_of
@@ -196,8 +196,7 @@ def _shard(
     params: picasso.HotColdParams | None = None,
 ) -> object:
     """Shards a collection of one marked table ``t``."""
-    table = EmbeddingBagConfig(name="t", embedding_dim=dim, num_embeddings=10, feature_names=["f"])
-    module = EmbeddingBagCollection(tables=[table], device=CPU)
+    module = bags_of([Table("t", dim, 10, ("f",))])
     sharder = picasso.HotColdEmbeddingBagCollectionSharder(qcomm_codecs_registry=wire_codecs(wire))
     plan = place(module, sharder, {"t": way}, {"t": params or picasso.HotColdParams(hot_rows=[0])})
     plan["t"].compute_kernel = kernel

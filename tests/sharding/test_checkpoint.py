@@ -23,7 +23,7 @@ import torchrec
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed.planner import Topology
 
 from tests.sharding.jobs import (
@@ -43,8 +43,8 @@ from tests.sharding.jobs import (
     train,
     whole,
 )
-from tests.support.placing import CPU, distribute
-from tests.support.tables import configs_of, stats_of, tables_of
+from tests.support.placing import distribute
+from tests.support.tables import bags_of, stats_of, tables_of
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_planner
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.frequency import FrequencyStats
@@ -233,13 +233,8 @@ class TinyModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ebc = EmbeddingBagCollection(
-            device=CPU,
-            tables=configs_of(
-                EmbeddingBagConfig,
-                [replace(of, dim=4) if of.rows % 2 else of for of in tables_of(ROWS, 8)],
-            ),
-        )
+        tables = [replace(of, dim=4) if of.rows % 2 else of for of in tables_of(ROWS, 8)]
+        self.ebc = bags_of(tables)
         for name, rows in ROWS.items():
             kind = torchrec.optim.RowWiseAdagrad if rows % 3 else torch.optim.Adagrad
             parameters = self.ebc.embedding_bags[name].parameters()

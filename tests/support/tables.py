@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchrec import PoolingType
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    PoolingType,
+)
 
 from torchrec_picasso.frequency import FrequencyStats, TableCounts
 
@@ -39,6 +45,20 @@ def configs_of(kind: type, tables: Iterable[Table], **more: Any) -> list[Any]:
         )
         for table in tables
     ]
+
+
+def bags_of(
+    tables: Iterable[Table], device: str = "cpu", *, is_weighted: bool = False, **more: Any
+) -> EmbeddingBagCollection:
+    configs = configs_of(EmbeddingBagConfig, tables, **more)
+    return EmbeddingBagCollection(configs, is_weighted, torch.device(device))
+
+
+def sequences_of(
+    tables: Iterable[Table], device: str = "cpu", *, need_indices: bool = False, **more: Any
+) -> EmbeddingCollection:
+    configs = configs_of(EmbeddingConfig, tables, **more)
+    return EmbeddingCollection(configs, torch.device(device), need_indices)
 
 
 def stats_of(

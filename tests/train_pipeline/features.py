@@ -31,8 +31,9 @@ from torchrec.modules.mc_modules import (
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.optim import optimizers
 
-from tests.sharding.jobs import CPU, RowWiseOnCpuSharder, Table
+from tests.sharding.jobs import RowWiseOnCpuSharder, Table
 from tests.support.dense_updates import train_unsharded
+from tests.support.placing import CPU
 from tests.train_pipeline.feature_cells import (
     NUM_EVALUATED,
     NUM_TRAINED,

@@ -12,6 +12,7 @@ from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineSpar
 
 from tests.sharding import jobs
 from tests.sharding.jobs import ATOL, RTOL
+from tests.support.placing import CPU
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.batches.split import split_batch
 
@@ -28,7 +29,7 @@ def empty_of(job: jobs.Job) -> Batch:
 
 def pipeline_of(model: DistributedModelParallel, **settings: Any) -> InterleavedTrainPipeline:
     settings = {"loss_reduction": "sum", "optimizer": jobs.dense_optimizer(model), **settings}
-    return InterleavedTrainPipeline(model, device=jobs.CPU, **settings)
+    return InterleavedTrainPipeline(model, device=CPU, **settings)
 
 
 def run_to_the_end(pipeline: TrainPipeline, batches: Iterator[Batch]) -> list[Tensor]:
@@ -106,7 +107,7 @@ DRIVERS = DRIVERS_OF[2]
 
 def make_driver(driver: Driver, model: DistributedModelParallel) -> Any:
     if driver is None:
-        return TrainPipelineSparseDist(model, jobs.dense_optimizer(model), jobs.CPU)
+        return TrainPipelineSparseDist(model, jobs.dense_optimizer(model), CPU)
     num_micro_batches, lookahead = driver
     return pipeline_of(model, num_micro_batches=num_micro_batches, lookahead=lookahead)
 

@@ -20,7 +20,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.train_pipeline import EvalPipelineSparseDist, TrainPipelineSparseDist
 
-from tests.sharding.jobs import ATOL, CPU, ODD, PLAIN, RTOL, Job, build, dense_optimizer, result_of
+from tests.sharding.jobs import ATOL, ODD, PLAIN, RTOL, Job, build, dense_optimizer, result_of
+from tests.support.placing import CPU
 from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
 from tests.train_pipeline import runs

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.sharding.jobs import CPU, PLAIN, Job, build, dense_optimizer, make_batch
+from tests.sharding.jobs import PLAIN, Job, build, dense_optimizer, make_batch
+from tests.support.placing import CPU
 from tests.support.shared_run import run_once
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.timeline.timeline import DONE, WAITED_FOR, Timeline

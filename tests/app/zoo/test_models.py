@@ -28,14 +28,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import torchrec_picasso as picasso
 from tests.train_pipeline.runs import run_to_the_end
-from torchrec_picasso import (
-    FrequencyStats,
-    HotColdEmbeddingBagCollectionSharder,
-    HotColdEmbeddingCollectionSharder,
-    InterleavedTrainPipeline,
-    hot_cold_planner,
-)
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.zoo.click_model import ClickModel
 from torchrec_picasso.app.zoo.feature_groups import FeatureGroup, FeatureGroups
@@ -171,9 +165,12 @@ def sharded(
             debug=False,
         )
     else:
-        sharders = [HotColdEmbeddingBagCollectionSharder(), HotColdEmbeddingCollectionSharder()]
-        stats = FrequencyStats.collect([batch_of(name, step) for step in range(8)], model)
-        planner = hot_cold_planner(
+        sharders = [
+            picasso.HotColdEmbeddingBagCollectionSharder(),
+            picasso.HotColdEmbeddingCollectionSharder(),
+        ]
+        stats = picasso.FrequencyStats.collect([batch_of(name, step) for step in range(8)], model)
+        planner = picasso.hot_cold_planner(
             topology, stats, hot_rows=HOT_ROWS, batch_size=BATCH, debug=False
         )
     plan, tables = planner.collective_plan(model, sharders, pg), tables_of(model)
@@ -287,7 +284,7 @@ def _train(rank: int, world_size: int, name: str, wrapper: str) -> dict[Any, Any
     found = {"stock": (run_to_the_end(pipeline, iter(batches)), _dense_weights(model))}
     for number in (None, 1, 2, 4) if wrapper else (1, 4):
         model, optimizer = sharded(name, is_stock=False, **WRAPPED[wrapper])
-        pipeline = InterleavedTrainPipeline(
+        pipeline = picasso.InterleavedTrainPipeline(
             model, optimizer, CPU, num_micro_batches=number, lookahead=True
         )
         if wrapper and number in (2, 4):  # what compilers and FSDP do inside is not seen
