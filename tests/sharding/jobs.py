@@ -344,9 +344,7 @@ def result_of(model: DistributedModelParallel, losses: list[float]) -> Result:
     return result_of_module(model, losses, ("ebc",))
 
 
-def result_of_module(
-    model: DistributedModelParallel, losses: list[float], sharded: Sequence[str]
-) -> Result:
+def result_of_module(model: nn.Module, losses: list[float], sharded: Sequence[str]) -> Result:
     """The same of a model whose sharded modules have these names."""
 
     def is_table(name: str) -> bool:

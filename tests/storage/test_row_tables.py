@@ -13,18 +13,23 @@ from torchrec.distributed.embedding_types import (
     GroupedEmbeddingConfig,
     ShardedEmbeddingTable,
 )
-from torchrec.modules.embedding_configs import DataType, PoolingType
+from torchrec.modules.embedding_configs import DataType
 
+from tests.support.tables import pack_of
 from torchrec_picasso import CompatError
 from torchrec_picasso._torchrec import ComputeDevice, EmbeddingLocation
 from torchrec_picasso.storage.row_tables import HomesAndReplicas, RowTables, choose_memory
 
 FUSED, UVM = EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM
-HOST, DEVICE, MANAGED = (
-    EmbeddingLocation.HOST,
-    EmbeddingLocation.DEVICE,
-    EmbeddingLocation.MANAGED,
-)
+HOST, DEVICE = EmbeddingLocation.HOST, EmbeddingLocation.DEVICE
+MANAGED = EmbeddingLocation.MANAGED
+
+
+def filled(tables: RowTables) -> RowTables:
+    generator = torch.Generator().manual_seed(0)
+    for rows in (tables.weights.homes, tables.weights.replicas):
+        rows.copy_(torch.randn(rows.shape, generator=generator))
+    return tables
 
 
 def config_of(
@@ -42,14 +47,7 @@ def config_of(
         )
         for index, rows in enumerate(local_rows)
     ]
-    return GroupedEmbeddingConfig(
-        data_type=DataType.FP32,
-        pooling=PoolingType.SUM,
-        is_weighted=False,
-        has_feature_processor=False,
-        compute_kernel=kernel,
-        embedding_tables=tables,
-    )
+    return pack_of(tables, kernel)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +126,7 @@ def _tables(
     config.fused_params = {"learning_rate": 0.5, "stochastic_rounding": False, **settings}
     layout = choose_memory(config, CPU, NUM_HOT)
     tables = RowTables(config, dataclasses.replace(layout, in_two_tables=in_two), CPU)
-    generator = torch.Generator().manual_seed(0)
-    for rows in (tables.weights.homes, tables.weights.replicas):
-        rows.copy_(torch.randn(rows.shape, generator=generator))
-    return tables
+    return filled(tables)
 
 
 def _train(tables: RowTables, steps: Any = STEPS) -> list[Tensor]:

@@ -13,6 +13,12 @@ from torchrec import (
     EmbeddingConfig,
     PoolingType,
 )
+from torchrec.distributed.embedding_types import (
+    EmbeddingComputeKernel,
+    GroupedEmbeddingConfig,
+    ShardedEmbeddingTable,
+)
+from torchrec.modules.embedding_configs import DataType
 
 from torchrec_picasso.frequency import FrequencyStats, TableCounts
 
@@ -59,6 +65,15 @@ def sequences_of(
 ) -> EmbeddingCollection:
     configs = configs_of(EmbeddingConfig, tables, **more)
     return EmbeddingCollection(configs, torch.device(device), need_indices)
+
+
+def pack_of(
+    tables: list[ShardedEmbeddingTable],
+    kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
+    **more: Any,
+) -> GroupedEmbeddingConfig:
+    kind = DataType.FP32, PoolingType.SUM
+    return GroupedEmbeddingConfig(*kind, False, False, kernel, tables, **more)
 
 
 def stats_of(

@@ -225,7 +225,10 @@ class DiffersError(AssertionError):
     """A run that is not TorchRec's."""
 
 
-def words(feature: Feature, by_rank: Sequence[Sequence[Outcome]]) -> dict[tuple[str, str], str]:
+Outcomes = Sequence[Outcome]
+
+
+def words(feature: Feature, by_rank: Sequence[Outcomes]) -> dict[tuple[str, str], str]:
     """Cells by pipeline and by what is done; of each rank TorchRec's outcome, then both of ours."""
     stock, sparse_dist, interleaved, *whole_batches = zip(*by_rank)
     cells: dict[tuple[str, str], str] = {}
@@ -239,9 +242,7 @@ def words(feature: Feature, by_rank: Sequence[Sequence[Outcome]]) -> dict[tuple[
     return cells
 
 
-def _word(
-    feature: Feature, phase: str, runs: Sequence[Outcome], stock: Sequence[Outcome], note: str
-) -> str:
+def _word(feature: Feature, phase: str, runs: Outcomes, stock: Outcomes, note: str) -> str:
     errors = [run.error for run in runs]
     if all(error.startswith(REFUSALS) for error in errors):
         return f"refused: {_first_sentence(errors[0])}"
@@ -275,9 +276,7 @@ def _first_sentence(text: str) -> str:
     return " ".join(text.split()).rstrip(".")
 
 
-def _compare(
-    feature: Feature, phase: str, runs: Sequence[Outcome], stock: Sequence[Outcome]
-) -> None:
+def _compare(feature: Feature, phase: str, runs: Outcomes, stock: Outcomes) -> None:
     how = {"rtol": feature.rtol, "atol": feature.atol}
     given = "evaluated" if phase == "eval" else "trained"
     try:

@@ -63,9 +63,7 @@ def _clipped_by_torchrec(how: GradientClipping) -> Callable[..., torch.optim.Opt
     return lambda model: GradientClippingOptimizer(_keyed(model), how, MAX_NORM)
 
 
-def _warming_up(
-    model: DistributedModelParallel, dense: KeyedOptimizer | None = None
-) -> torch.optim.Optimizer:
+def _warming_up(model: nn.Module, dense: KeyedOptimizer | None = None) -> torch.optim.Optimizer:
     stages = [
         WarmupStage(WarmupPolicy.LINEAR, max_iters=3, value=0.1),
         WarmupStage(WarmupPolicy.CONSTANT, max_iters=100),
