@@ -72,7 +72,6 @@ def test_pairs_that_work_or_are_not_known_may_try(versions: Mapping[str, str]) -
 def test_two_packages_that_both_fail_are_both_named() -> None:
     versions = {"torch": "2.15.0", "fbgemm-gpu": "1.9.0", "fbgemm-gpu-cpu": "1.8.0"}
     reason = why_not_together(versions)
-    assert reason is not None
     assert reason.startswith("torch 2.15.0 and fbgemm-gpu 1.9.0 and fbgemm-gpu-cpu 1.8.0 cannot ")
 
 
@@ -88,9 +87,6 @@ def test_the_installed_pair_is_found_quickly_and_passes() -> None:
 def test_it_can_be_caught_as_what_it_is() -> None:
     for kind in (ImportError, CompatError, PicassoError, ValueError):
         assert issubclass(VersionError, kind)
-
-
-# -- a whole import, of packages that are not what they were ---------------------------------------
 
 
 def imported(folder: Path, versions: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -139,9 +135,6 @@ def test_a_missing_torchrec_is_pythons_own_error(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'torchrec'"
 
 
-# -- what an installer makes of our ranges ---------------------------------------------------------
-
-
 def ranges() -> dict[str, SpecifierSet]:
     """``install_requires`` of setup.py."""
     found = [Requirement(text) for text in setup_settings()["install_requires"]]
@@ -169,9 +162,6 @@ def test_the_pinned_versions_are_a_supported_pair() -> None:
     assert pinned["fbgemm-gpu-cpu"] in found["fbgemm-gpu"]
     versions = {name: pinned[name] for name in ("torch", "fbgemm-gpu-cpu")}
     assert why_not_together(versions) is None
-
-
-# -- make versions ---------------------------------------------------------------------------------
 
 
 def test_a_release_changes_the_pins_of_torch_and_fbgemm_alone() -> None:

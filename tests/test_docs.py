@@ -67,9 +67,7 @@ def test_the_table_of_packages_is_that_of_the_layers() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     table = text.split("## Packages")[1].split("\n## ")[0]
     rows = re.findall(r"^\| \d[\w, ]* \| (.+?) \|", table, re.MULTILINE)
-    names = [
-        tuple(re.findall(r"`([\w/]+)`", row)) for packages in rows for row in packages.split(";")
-    ]
+    names = [tuple(re.findall(r"`([\w/]+)`", row)) for of in rows for row in of.split(";")]
     assert tuple(names) == ROWS[:-1]  # the last is __main__
 
 

@@ -100,9 +100,7 @@ def test_links_between_pages_resolve() -> None:
         ("usage.md", "../LICENSE", "../LICENSE"),
     ],
 )
-def test_links_of_the_repository_become_links_of_the_site(
-    page: str, link: str, expected: str
-) -> None:
+def test_links_of_the_repository_become_the_sites(page: str, link: str, expected: str) -> None:
     assert HOOK.with_site_links(f"[a]({link})", page) == f"[a]({expected})"
 
 

@@ -18,16 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.upstream import (
-    Use,
-    defined_names,
-    foreign_uses,
-    inherited_uses,
-    our_classes,
-    our_modules,
-    overrides,
-    parameters_of,
-)
+from tests.support import upstream
 from torchrec_picasso import _torchrec
 
 IS_1_8 = version("torchrec").startswith("1.8.")
@@ -269,37 +260,39 @@ def _names_of(table: dict[str, set[str]]) -> frozenset[str]:
     return frozenset(name for names in table.values() for name in names)
 
 
-def _in_the_package(uses: list[Use], name: str) -> str:
+def _in_the_package(uses: list[upstream.Use], name: str) -> str:
     """Where a name is used, for a failure's message."""
     places = sorted({use.place for use in uses if use.name == name})
     return ", ".join(places) or "nowhere in the package any more"
 
 
 def test_the_walk_sees_the_package() -> None:
-    assert len(our_modules()) >= FEWEST_MODULES
-    assert len(our_classes()) >= FEWEST_CLASSES
-    assert len(inherited_uses()) >= FEWEST_INHERITED
-    assert len(foreign_uses(_names_of(FOREIGN))) >= FEWEST_FOREIGN
-    assert len(overrides()) >= FEWEST_OVERRIDES
+    assert len(upstream.our_modules()) >= FEWEST_MODULES
+    assert len(upstream.our_classes()) >= FEWEST_CLASSES
+    assert len(upstream.inherited_uses()) >= FEWEST_INHERITED
+    assert len(upstream.foreign_uses(_names_of(FOREIGN))) >= FEWEST_FOREIGN
+    assert len(upstream.overrides()) >= FEWEST_OVERRIDES
 
 
 def test_what_is_inherited_is_in_the_table() -> None:
-    missing = [use for use in inherited_uses() if use.name not in INHERITED.get(use.owner, ())]
+    missing = [
+        use for use in upstream.inherited_uses() if use.name not in INHERITED.get(use.owner, ())
+    ]
     assert not missing, "not in INHERITED (no owner: nobody defines it):\n" + _lines(missing)
 
 
 def test_what_is_used_of_others_is_in_the_table() -> None:
     known = _names_of(FOREIGN) | _names_of(STAMPS)
-    missing = [use for use in foreign_uses(known) if use.name not in known | OF_PYTHON]
+    missing = [use for use in upstream.foreign_uses(known) if use.name not in known | OF_PYTHON]
     assert not missing, "not in FOREIGN or STAMPS:\n" + _lines(missing)
 
 
-def _lines(uses: list[Use]) -> str:
+def _lines(uses: list[upstream.Use]) -> str:
     return "\n".join(map(str, sorted(uses)))
 
 
 def _class_named(name: str) -> type:
-    for ours in our_classes():
+    for ours in upstream.our_classes():
         for base in ours.__mro__:
             if base.__name__ == name and not base.__module__.startswith("torchrec_picasso"):
                 return base
@@ -309,9 +302,9 @@ def _class_named(name: str) -> type:
 @pytest.mark.parametrize("owner", list(INHERITED))
 def test_their_classes_still_have_what_is_inherited(owner: str) -> None:
     cls = _class_named(owner)
-    defined = {name for base in cls.__mro__[:-1] for name in defined_names(base)}
+    defined = {name for base in cls.__mro__[:-1] for name in upstream.defined_names(base)}
     for name in sorted(INHERITED[owner]):
-        places = _in_the_package(inherited_uses(), name)
+        places = _in_the_package(upstream.inherited_uses(), name)
         assert name in defined, f"{cls.__module__}.{owner} has no {name} any more; used in {places}"
 
 
@@ -329,11 +322,11 @@ def test_their_objects_still_have_what_is_used(owner: str) -> None:
     found = _imported(owner)
     defined = set(dir(found))
     if inspect.isclass(found):
-        defined |= {name for base in found.__mro__[:-1] for name in defined_names(base)}
+        defined |= {name for base in found.__mro__[:-1] for name in upstream.defined_names(base)}
     if owner.endswith("OpOverload"):
         defined |= set(vars(_an_operator()))
     for name in sorted(FOREIGN[owner]):
-        places = _in_the_package(foreign_uses(frozenset({name})), name)
+        places = _in_the_package(upstream.foreign_uses(frozenset({name})), name)
         is_there = name in defined or hasattr(found, name)  # operators are found when asked for
         assert is_there, f"{owner} has no {name} any more; used in {places}"
 
@@ -351,7 +344,7 @@ def test_parameters_still_carry_what_is_read(module: str) -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     }
     for name in sorted(STAMPS[module]):
-        places = _in_the_package(foreign_uses(frozenset({name})), name)
+        places = _in_the_package(upstream.foreign_uses(frozenset({name})), name)
         assert name in written, f"{module} puts no {name} on parameters any more; used in {places}"
 
 
@@ -363,16 +356,17 @@ def _module(path: str) -> Any:
 
 def test_overridden_methods_have_their_parameters() -> None:
     wrong = [
-        f"{use}: expected ({expected}), TorchRec has ({parameters_of(function)})"
-        for use, function in overrides()
-        if (expected := SIGNATURES.get(f"{use.owner}.{use.name}", "")) != parameters_of(function)
+        f"{use}: expected ({expected}), TorchRec has ({upstream.parameters_of(function)})"
+        for use, function in upstream.overrides()
+        if (expected := SIGNATURES.get(f"{use.owner}.{use.name}", ""))
+        != upstream.parameters_of(function)
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_functions_behind_the_door_have_their_parameters() -> None:
     functions = {
-        name: parameters_of(function)
+        name: upstream.parameters_of(function)
         for name, function in vars(_torchrec).items()
         if isinstance(function, FunctionType)
     }
@@ -385,11 +379,8 @@ def test_functions_behind_the_door_have_their_parameters() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-# -- the walk itself -------------------------------------------------------------------------------
-
-
 def test_a_use_names_class_attribute_and_line() -> None:
-    use = next(use for use in inherited_uses() if use.owner == "PipelinedForward")
+    use = next(use for use in upstream.inherited_uses() if use.owner == "PipelinedForward")
     file, line = use.place.split(":")
     root = Path(inspect.getfile(_torchrec)).parents[1]
     assert use.name in (root / file).read_text().splitlines()[int(line) - 1]

@@ -212,9 +212,7 @@ def _of_layouts(packs: Sequence[PackLayout], request_order: Sequence[list[int]])
             ),
         ),
         "fetch order (hot / clean / dirty 0 / dirty 1)": tuple(map(fetch_order, ranks)),
-        "rows that come over the wire (clean / dirty 0 / dirty 1)": tuple(
-            map(from_the_other, ranks)
-        ),
+        "rows that come over the wire (clean / dirty 0 / dirty 1)": _each(ranks, from_the_other),
     }
 
 

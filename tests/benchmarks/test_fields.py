@@ -17,7 +17,7 @@ from benchmarks.fields.columns import CLICK_COLUMNS, ColumnsWorkload
 from benchmarks.fields.plans import deal_by_size
 from benchmarks.fields.question import UNIFORM, Question
 from benchmarks.pipelines.memory import PeakMemory
-from tests.benchmarks.refusals import refusal_of
+from tests.support.refusals import refusal_of
 from torchrec_picasso import CommCurves
 from torchrec_picasso.app.zoo.data import alimama, globo
 from torchrec_picasso.app.zoo.data.alimama import generate_alimama
@@ -104,9 +104,7 @@ def test_predictions_are_beside_what_was_measured(tiny_run: Run) -> None:
     assert errors["ours_over_best"] is None  # it does not take part
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="Linux tells peaks of memory"
-)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells memory peaks")
 def test_memory_of_a_variant_is_its_own(tiny_run: Run) -> None:
     freed = torch.ones(64 << 18)  # 64 MiB before
     del freed
@@ -131,9 +129,7 @@ def _log(folder: Path, columns: tuple[str, ...]) -> str:
 @pytest.mark.parametrize(
     ("columns", "num_tables"), [(ID_COLUMNS, 26), ((*CLICK_COLUMNS, "session_start"), 9)]
 )
-def test_a_log_is_trained_on_in_time_order(
-    columns: tuple[str, ...], num_tables: int, tmp_path: Path
-) -> None:
+def test_a_log_is_in_time_order(columns: tuple[str, ...], num_tables: int, tmp_path: Path) -> None:
     path = _log(tmp_path, columns)
     question = Question(model="columns", data=path, batch_size=8, max_rows=10, dim=4)
     workload = ColumnsWorkload(question)
@@ -259,9 +255,7 @@ def test_globos_clicks_are_those_of_a_loop_in_time_order(globo_file: Path) -> No
         ({"a": [1], "b": [1]}, "no column of .* or of .*, got a, b; expected Alimama's"),
     ],
 )
-def test_a_missing_column_is_named(
-    tmp_path: Path, columns: dict[str, list[int]], says: str
-) -> None:
+def test_missing_column_is_named(tmp_path: Path, columns: dict[str, list[int]], says: str) -> None:
     if "clk" in columns:
         columns = {name: [1] for name in alimama.COLUMNS if name != "user_id"}
     pd.DataFrame(columns).to_parquet(tmp_path / "a.parquet")
@@ -277,9 +271,8 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
 
 
 def test_samples_in_time_order_are_taken_once_and_held_out_before() -> None:
-    shares = Shares(
-        num_samples=100, in_time_order=True, batch_size=8, world_size=2, seed=0, start=50
-    )
+    asked: Any = {"num_samples": 100, "batch_size": 8, "world_size": 2, "seed": 0, "start": 50}
+    shares = Shares(in_time_order=True, **asked)
     taken = [
         shares.samples(stream, rank, step).tolist()
         for stream, step in ((HELDOUT, 1), (HELDOUT, 0), (TRAIN, 0), (TRAIN, 1))
@@ -290,9 +283,7 @@ def test_samples_in_time_order_are_taken_once_and_held_out_before() -> None:
 
 
 @pytest.mark.parametrize(("kind", "ours"), [("generated", "all_rows"), ("globo", "all_rows_plain")])
-def test_both_variants_train_the_same_model(
-    tmp_path: Path, globo_file: Path, kind: str, ours: str
-) -> None:
+def test_both_variants_train_alike(tmp_path: Path, globo_file: Path, kind: str, ours: str) -> None:
     data = [] if kind == "generated" else ["--data", str(globo_file)]
     names = ("table_wise", ours)
     out, curves = tmp_path / "out.json", tmp_path / "curves.json"

@@ -6,7 +6,6 @@ sees must be what the benchmark says, to the byte.
 """
 
 import json
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +18,8 @@ from benchmarks.first_use.compare import compare
 from benchmarks.first_use.streams import STREAMS, Steps, read_stream
 from benchmarks.first_use.travel import Tables
 from tests.sharding.jobs import Job, Table, build
+from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import pipeline_of, run_to_the_end
-from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.wire_meter import WireMeter
 from torchrec_picasso.app.zoo.data.clicks import Clicks, history_of
 from torchrec_picasso.app.zoo.data.history import History
@@ -102,11 +101,6 @@ def _metered(rank: int, world_size: int) -> dict[tuple[int, int, str], dict[str,
     return found
 
 
-@cache
-def _metered_once() -> list[dict[tuple[int, int, str], dict[str, int]]]:
-    return run_ranks(_metered, WORLD_SIZE, timeout_s=200)
-
-
 @pytest.mark.parametrize("way", ["first_use", "per_micro_batch"])
 @pytest.mark.parametrize("num_hot", NUM_HOT)
 @pytest.mark.parametrize("num", NUM_MICRO_BATCHES)
@@ -117,14 +111,14 @@ def test_what_is_counted_is_what_travels(num: int, num_hot: int, way: str) -> No
     travels = [getattr(tables, way)(steps.batches(step), sizes) for step in range(len(steps))]
     summed = 2 * (WORLD_SIZE - 1) * 4 * DIM * sum(travel.hot_rows for travel in travels)
     counted = sum(travel.sent_bytes for travel in travels) - summed
-    by_rank = [found[num_hot, num, way] for found in _metered_once()]
+    by_rank = [found[num_hot, num, way] for found in run_once(_metered, WORLD_SIZE)]
     # the header that tells of the end of data
     hot_words = -(-2 * num_hot // 64)
     chunks = num if way == "first_use" else 1
     last_header = WORLD_SIZE * WORD_BYTES * (chunks + 3 + hot_words)
     assert sum(kinds["send"] for kinds in by_rank) == counted + last_header
     if way == "first_use":  # a micro-batch that is a step of its own sums hot rows of its own
-        without_hot = [found[0, num, way]["allreduce_"] for found in _metered_once()]
+        without_hot = [found[0, num, way]["allreduce_"] for found in run_once(_metered, 2)]
         assert sum(kinds["allreduce_"] for kinds in by_rank) == summed + sum(without_hot)
     assert (summed > 0) == (num_hot > 0)
 
@@ -149,9 +143,7 @@ def test_a_short_stream_is_refused() -> None:
         next(compare("x", make_clicks(), batch_size=30, micro_batches=(2,), dim=8, hot_rows=1))
 
 
-def test_the_command_counts_what_is_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_counts_streams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     options = ["--data", str(tmp_path), "--streams", *STREAMS, "--batch-sizes", "64", "100000"]
     assert main([*options, "--micro-batches", "4", "--steps", "1", "-o", str(out)]) == 0

@@ -236,9 +236,7 @@ def test_the_parts_run_on_the_cpu_too(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "interleaved:2:20" in capsys.readouterr().out
 
 
-def test_a_part_that_fails_says_so_and_the_others_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_others_run_beside_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "gpu.json"
     broken = dataclasses.replace(ON_CPU, races=dataclasses.replace(TINY, dim=3))
     assert run_parts(broken, ["streams", "uvm"], str(out)) == 1

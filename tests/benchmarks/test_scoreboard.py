@@ -42,9 +42,7 @@ def test_a_line_has_tables_and_batches(name: str) -> None:
     rows = {table.name: table.num_embeddings for table in tables_of(model)}
     assert {table.name: table.num_embeddings for table in tables} == rows
     for table in tables:
-        assert any(
-            f".{table.name}." in key for key in model.get_submodule(table.module).state_dict()
-        )
+        assert any(f".{table.name}." in k for k in model.get_submodule(table.module).state_dict())
         assert table.ids_per_sample > 0
     assert len(list(workload.heldout(2, 2))) == 4
     assert len(workload.training(1, 3)) == 3
@@ -69,7 +67,6 @@ def test_real_data_must_be_there(tmp_path: Path) -> None:
 def test_a_tiny_run_and_its_board(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     question = question_of("tbsm", _options())
     assert question.variants[-1] == "ours"
-    assert question.zoo is not None
     data = dataclasses.replace(question.zoo.data, batch_size=16, max_rows=300)
     question = dataclasses.replace(
         question,

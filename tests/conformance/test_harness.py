@@ -36,14 +36,10 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
-from tests.sharding.jobs import Table, configs_of, keys_of, shards_of
+import torchrec_picasso as picasso
+from tests.sharding.jobs import Table, keys_of, shards_of
 from tests.support.placing import CPU, wire_codecs
-from torchrec_picasso import (
-    HotColdEmbeddingBagCollectionSharder,
-    HotColdEmbeddingCollectionSharder,
-    HotColdParams,
-    InterleavedTrainPipeline,
-)
+from tests.support.tables import configs_of
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 
@@ -80,7 +76,9 @@ def run_case(rank: int, world_size: int, case: Case) -> bool:
 
     tables, weighted_tables = _tables(case)
     ours = case.hot_rows is not None
-    sharder_class = HotColdEmbeddingBagCollectionSharder if ours else EmbeddingBagCollectionSharder
+    sharder_class = (
+        picasso.HotColdEmbeddingBagCollectionSharder if ours else EmbeddingBagCollectionSharder
+    )
     optim = EmbOptimType.EXACT_SGD  # the only one the harness compares
     wire = None
     if case.wire is not None:
@@ -93,7 +91,7 @@ def run_case(rank: int, world_size: int, case: Case) -> bool:
     sharders: list[Any] = [sharder]
     model_class = test_model.TestSparseNN
     if case.sequences:
-        ec_class = HotColdEmbeddingCollectionSharder if ours else EmbeddingCollectionSharder
+        ec_class = picasso.HotColdEmbeddingCollectionSharder if ours else EmbeddingCollectionSharder
         sharders.append(ec_class(fused_params=dict(sharder.fused_params)))
         model_class = test_model.TestMixedEmbeddingSparseArch
     step = _Step(case, test_sharding.gen_full_pred_after_one_step)
@@ -139,7 +137,7 @@ class _Step:
         if self._case.num_micro_batches is None:
             return self._plain_step(model, opt, batch)
         model.train(True)
-        pipeline = InterleavedTrainPipeline(
+        pipeline = picasso.InterleavedTrainPipeline(
             model,
             opt,
             CPU,
@@ -180,7 +178,7 @@ def _constraints(case: Case, table: EmbeddingBagConfig) -> ParameterConstraints:
     return ParameterConstraints(
         sharding_types=[ShardingType.ROW_WISE.value],
         compute_kernels=["fused"],
-        cache_params=HotColdParams(hot_rows=range(min(hot_rows, table.num_embeddings))),
+        cache_params=picasso.HotColdParams(hot_rows=range(min(hot_rows, table.num_embeddings))),
     )
 
 

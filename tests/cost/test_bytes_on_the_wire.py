@@ -8,7 +8,6 @@ rows from statistics are exact up to chance; the tolerance is reasoned where it 
 
 import itertools
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,11 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import ShardingEnv
 
-from tests.sharding.jobs import CPU, OPTIMIZERS, Job, Model, Table, build
+from tests.sharding.jobs import OPTIMIZERS, Job, Model, Table, build
+from tests.support.placing import CPU
+from tests.support.shared_run import run_once
 from tests.support.wire import MessageRecorder, elements
-from tests.train_pipeline.drivers import Driver, make_driver
+from tests.train_pipeline.runs import Driver, make_driver
 from torchrec_picasso import FrequencyStats, HotColdEmbeddingBagCollectionSharder, hot_cold_planner
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.wire_meter import WireMeter
@@ -66,8 +67,6 @@ def _predicted(sent_bytes: Any, num_dense: int, world_size: int) -> dict[str, fl
         "all": sum(sent_bytes.values()) + dense,
     }
 
-
-# -- with the true numbers of rows: exact ----------------------------------------------------------
 
 TABLES = (Table("a", 8, 66, ("f0",)), Table("b", 16, 42, ("f1",)))
 NUM_HOT = 4
@@ -133,11 +132,6 @@ def _count_known(rank: int, world_size: int) -> dict[Driver, dict[str, float]]:
     return found
 
 
-@cache
-def _known(world_size: int) -> list[dict[Driver, dict[str, float]]]:
-    return run_ranks(_count_known, world_size, timeout_s=100)
-
-
 @pytest.mark.parametrize("driver", DRIVERS, ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_of_true_numbers_are_exact(world_size: int, driver: Driver) -> None:
@@ -145,7 +139,7 @@ def test_bytes_of_true_numbers_are_exact(world_size: int, driver: Driver) -> Non
     sent_bytes = exchange_bytes(_known_totals(world_size), world_size, num_packs=2)
     num_dense = 1 + sum(table.dim for table in TABLES)
     expected = _predicted(sent_bytes, num_dense, world_size)
-    by_rank = [by_driver[driver] for by_driver in _known(world_size)]
+    by_rank = [by_driver[driver] for by_driver in run_once(_count_known, world_size)]
     mean = {name: float(np.mean([sent[name] for sent in by_rank])) for name in by_rank[0]}
     marks = mean.pop("marks")
     mean["header"] -= FLAGS_BYTES * (world_size - 1)
@@ -155,8 +149,6 @@ def test_bytes_of_true_numbers_are_exact(world_size: int, driver: Driver) -> Non
     # a byte for each row that has an id of four bytes
     assert marks == (mean["ids"] / 4 if driver is not None and driver[1] else 0)
 
-
-# -- with expected numbers from statistics ---------------------------------------------------------
 
 SKEWED = (
     Table("a", 16, 6000, ("f0",)),

@@ -61,7 +61,6 @@ MAX_BYTES = 1 << 20
 
 
 def _measure(rank: int, world_size: int, ranks_per_host: int) -> CommCurves:
-    assert dist.group.WORLD is not None
     return CommCurves.measure(
         dist.group.WORLD,
         max_bytes=MAX_BYTES,

@@ -6,16 +6,11 @@ from itertools import chain
 
 import numpy as np
 import torch
+import torchrec
 from hypothesis import strategies as st
 from torch import nn
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    KeyedJaggedTensor,
-)
 
+from tests.support.tables import Table, bags_of, sequences_of
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, TableCounts
 from torchrec_picasso.frequency.counts import MAX_ROWS_COUNTED, LookupCounter
 
@@ -30,30 +25,14 @@ class TwoCollections(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pooled = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    name="a", num_embeddings=10, embedding_dim=4, feature_names=["f0", "shared"]
-                ),
-                EmbeddingBagConfig(
-                    name="b", num_embeddings=6, embedding_dim=8, feature_names=["f1"]
-                ),
-            ],
-            device=META,
-        )
-        self.sequence = EmbeddingCollection(
-            tables=[
-                EmbeddingConfig(
-                    name="c", num_embeddings=10, embedding_dim=4, feature_names=["shared"]
-                )
-            ],
-            device=META,
-        )
+        pooled = [Table("a", 4, 10, ("f0", "shared")), Table("b", 8, 6, ("f1",))]
+        self.pooled = bags_of(pooled, "meta")
+        self.sequence = sequences_of([Table("c", 4, 10, ("shared",))], "meta")
 
 
-def kjt(**bags: list[list[int]]) -> KeyedJaggedTensor:
+def kjt(**bags: list[list[int]]) -> torchrec.KeyedJaggedTensor:
     """A batch from one list of bags per feature."""
-    return KeyedJaggedTensor.from_lengths_sync(
+    return torchrec.KeyedJaggedTensor.from_lengths_sync(
         list(bags),
         torch.tensor([i for feature in bags.values() for bag in feature for i in bag]).long(),
         torch.tensor([len(bag) for feature in bags.values() for bag in feature]).long(),

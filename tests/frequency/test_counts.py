@@ -73,9 +73,7 @@ def heavy(stream: np.ndarray) -> TableCounts:
     return counts
 
 
-def test_the_most_frequent_heavy_hitters_are_those_of_all_rows(
-    exact: TableCounts, heavy: TableCounts
-) -> None:
+def test_the_heaviest_hitters_are_those_of_all(exact: TableCounts, heavy: TableCounts) -> None:
     found, true = (counts.most_frequent_first()[0][:100].tolist() for counts in (heavy, exact))
     assert len(set(found) & set(true)) >= 95  # rows near the cut have nearly the same count
 
@@ -108,9 +106,7 @@ def small_folds() -> Iterator[None]:
 
 @pytest.mark.usefixtures("small_folds")
 @given(STREAM, st.sampled_from([NUM_IDS, NUM_IDS + 1, 4 * NUM_IDS + 1, HUGE, 1 << 40, None]))
-def test_counts_are_exact_while_rows_fit(
-    chunks: list[list[int]], num_embeddings: int | None
-) -> None:
+def test_counts_are_exact_if_rows_fit(chunks: list[list[int]], num_embeddings: int | None) -> None:
     counts = counted(chunks, num_embeddings, max_rows_counted=NUM_IDS)
     true = true_counts(chunks)
     assert as_dict(counts) == true
@@ -125,9 +121,7 @@ def test_counts_are_exact_while_rows_fit(
 
 @pytest.mark.usefixtures("small_folds")
 @given(STREAM, st.integers(1, 12))
-def test_beyond_the_budget_counts_keep_the_bounds_of_misra_and_gries(
-    chunks: list[list[int]], max_rows: int
-) -> None:
+def test_beyond_the_budget_misra_and_gries_hold(chunks: list[list[int]], max_rows: int) -> None:
     counts = counted(chunks, HUGE, max_rows_counted=max_rows)
     true = true_counts(chunks)
     head = as_dict(counts)

@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor
 
+from tests.support.tables import Table, bags_of
 from torchrec_picasso.app.zoo.data.criteo import hash_ids
 from torchrec_picasso.app.zoo.data.criteo_files import read_criteo
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, select_hot_rows
@@ -42,14 +43,9 @@ def hashed_batch(data: pa.Table) -> KeyedJaggedTensor:
 
 @pytest.mark.data
 def test_twenty_thousand_rows_serve_most_lookups_of_other_samples(criteo_path: Path) -> None:
-    model = EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=table, num_embeddings=rows, embedding_dim=8, feature_names=[feature]
-            )
-            for (table, rows), feature in zip(TABLES.items(), FEATURES)
-        ],
-        device=torch.device("meta"),
+    looked_up = zip(TABLES.items(), FEATURES)
+    model = bags_of(
+        [Table(name, 8, rows, (feature,)) for (name, rows), feature in looked_up], "meta"
     )
     data = pq.read_table(criteo_path, columns=FEATURES)
     half = data.num_rows // 2

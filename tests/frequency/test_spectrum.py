@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor
 
-from tests.frequency.samples import META, zipf_ids
+from tests.frequency.samples import zipf_ids
+from tests.support.tables import Table, bags_of
 from torchrec_picasso.frequency import CountSpectrum, FrequencyStats
 from torchrec_picasso.frequency.spectrum import _log_absent
 
@@ -108,9 +109,7 @@ def test_both_forms_of_absence_agree_where_one_hands_over_to_the_other(drawn: fl
 
 @pytest.mark.parametrize("total", [3 * 10**6, 10**9, 10**12])
 @pytest.mark.parametrize("drawn", [1, 4096, 10**6])
-def test_absence_among_very_many_lookups_equals_the_product_that_defines_it(
-    total: int, drawn: int
-) -> None:
+def test_absence_among_many_lookups_equals_its_product(total: int, drawn: int) -> None:
     """``C(N - c, n) / C(N, n)`` is a product of c factors; here it is taken factor by factor."""
     counts = [1, 2, 3, 40, 1000]
     expected = [sum(math.log1p(-drawn / (total - i)) for i in range(c)) for c in counts]
@@ -144,9 +143,7 @@ def test_coverage_is_the_share_of_the_largest_counts(counts: list[int], num_rows
 
 
 @given(SOME_COUNTS, st.integers(0, 25), st.integers(0, 60))
-def test_cold_rows_are_those_outside_the_most_frequent(
-    counts: list[int], num_hot: int, drawn: int
-) -> None:
+def test_cold_rows_are_outside_the_most_used(counts: list[int], num_hot: int, drawn: int) -> None:
     spectrum = spectrum_of(counts)
     presence = dict(zip(spectrum.counts_K.tolist(), spectrum.presence(drawn).tolist()))
     hot = sum(presence[count] for count in sorted(counts, reverse=True)[:num_hot])
@@ -195,8 +192,7 @@ def _batches(seed: int, num_batches: int, tastes: int | None) -> Iterator[KeyedJ
 
 
 def _collected(seed: int, num_batches: int, tastes: int | None) -> FrequencyStats:
-    config = EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=4, feature_names=["f"])
-    model = EmbeddingBagCollection(tables=[config], device=META)
+    model = bags_of([Table("t", 4, ROWS, ("f",))], "meta")
     return FrequencyStats.collect(_batches(seed, num_batches, tastes), model)
 
 

@@ -81,9 +81,7 @@ def test_pooling_and_its_gradient_are_the_same_as_on_cpu() -> None:
 
 @pytest.fixture
 def nccl(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group(
-        "nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
+    dist.init_process_group("nccl", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

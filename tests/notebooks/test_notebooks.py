@@ -149,11 +149,7 @@ def code_cells(path: Path) -> list[list[ast.stmt]]:
 
 
 def run(path: Path, **parameters: Any) -> tuple[dict[str, Any], list[pd.DataFrame]]:
-    """Runs the code cells here; parameters replace those that the first one sets.
-
-    Returns:
-        The notebook's names, and the tables that its cells end in.
-    """
+    """A notebook's names under other parameters, and the tables that its cells end in."""
     mpl.use("Agg")
     first, *others = code_cells(path)
     names: dict[str, Any] = {}

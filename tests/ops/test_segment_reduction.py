@@ -20,9 +20,7 @@ from torchrec_picasso.ops.segment_reduction import (
 
 def _index(row_of_lookup: list[int], sizes: list[int], num_rows: int, mean: bool) -> PoolingIndex:
     rows_N = torch.tensor(row_of_lookup, dtype=torch.int64)
-    bags_N = torch.repeat_interleave(
-        torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.int64)
-    )
+    bags_N = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
     lookups_N = torch.argsort(rows_N, stable=True)
     counts_U = torch.bincount(rows_N, minlength=num_rows)
     zero = torch.zeros(1, dtype=torch.int64)
@@ -63,9 +61,7 @@ def test_equals_a_matrix_product(data: st.DataObject, weighted: bool, mean: bool
     ones_N = torch.ones(num_lookups)
     used_N = weights_N if weights_N is not None else ones_N
     member_SN = torch.zeros(len(sizes), num_lookups)
-    bags_N = torch.repeat_interleave(
-        torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.int64)
-    )
+    bags_N = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
     member_SN[bags_N, torch.arange(num_lookups)] = 1.0
     if mean:
         total_S = member_SN @ used_N.detach() + (1e-6 if weighted else 0.0)

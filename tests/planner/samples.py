@@ -2,17 +2,11 @@
 
 import torch
 from torch import nn
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-)
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import ShardingType
 
-from tests.support.tables import configs_of, tables_of
+from tests.support.tables import bags_of, sequences_of, tables_of
 from torchrec_picasso.frequency import FrequencyStats, TableCounts
 
 META = torch.device("meta")
@@ -39,19 +33,13 @@ class Model(nn.Module):
 
     def __init__(self, *, sequence: bool = False) -> None:
         super().__init__()
-        self.pooled = EmbeddingBagCollection(
-            tables=configs_of(EmbeddingBagConfig, tables_of(ROWS, DIM)), device=META
-        )
+        self.pooled = bags_of(tables_of(ROWS, DIM), "meta")
         if sequence:
-            self.sequence = EmbeddingCollection(
-                tables=configs_of(EmbeddingConfig, tables_of({"s": 50}, DIM)), device=META
-            )
+            self.sequence = sequences_of(tables_of({"s": 50}, DIM), "meta")
 
 
 def topology(compute_device: str = "cpu", world_size: int = 2) -> Topology:
-    return Topology(
-        world_size=world_size, compute_device=compute_device, local_world_size=world_size
-    )
+    return Topology(world_size, compute_device, local_world_size=world_size)
 
 
 def stats() -> FrequencyStats:

@@ -48,7 +48,6 @@ def test_the_stored_space_is_a_copy_with_the_hot_rows() -> None:
     assert enumerator.last_stored_search_space is None
     space = enumerator.enumerate(Model(), SHARDERS)
     stored = enumerator.last_stored_search_space
-    assert stored is not None
     assert kinds(stored) == kinds(space)
     space[0].shards[0].rank = 1
     assert stored[0].shards[0].rank is None

@@ -13,13 +13,11 @@ import torch
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from tests.planner.samples import META, ROWS, AbleSharder, Model, stats, topology
-from tests.support.tables import configs_of, stats_of, tables_of
+from tests.support.tables import bags_of, stats_of, tables_of
 from torchrec_picasso import (
     HotColdEmbeddingCollectionSharder,
     HotColdFeatureProcessedEmbeddingBagCollectionSharder,
@@ -192,9 +190,7 @@ class Towers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pooled = EmbeddingBagCollection(
-            tables=configs_of(EmbeddingBagConfig, tables_of(TOWER_ROWS, 16)), device=META
-        )
+        self.pooled = bags_of(tables_of(TOWER_ROWS, 16), "meta")
         self.over = nn.Linear(48, 500, device=META)
 
 
@@ -227,9 +223,7 @@ def test_all_tables_say_the_micro_batches_that_the_plan_was_priced_for() -> None
     assert summary["step_ms"] >= max(summary["wire_ms"], summary["compute_ms"])
     assert summary["compute_ms"] > 2000
     # where somebody else names the rows, the price is still known
-    given, plan = planned_of(
-        Towers(), curves=SLOW, constraints=POOLING, hot_rows=0, dense_ms=2000.0
-    )
+    given, plan = planned_of(Towers(), curves=SLOW, constraints=POOLING, hot_rows=0, dense_ms=2000)
     found = {of.num_micro_batches for of in params(plan).values()}
     assert found == {given.decision.step.num_micro_batches} != {None}
 
@@ -325,9 +319,8 @@ def test_bags_that_cannot_be_had_are_refused() -> None:
     with pytest.raises(PlanError, match="'wide', which cannot have hot rows: form='bags' was req"):
         planned_of(Towers(), constraints=_asking(wide=bags), stats=None, hot_rows={"wide": 1})
     asked = {"s": ParameterConstraints(cache_params=bags)}
-    with pytest.raises(
-        PlanError, match="'s', which cannot be hot/cold: form='bags' was requested, "
-    ):
+    why = "'s', which cannot be hot/cold: form='bags' was requested, "
+    with pytest.raises(PlanError, match=why):
         planned_of(Model(sequence=True), constraints=asked)
     asked = {"a": ParameterConstraints(cache_params=bags, sharding_types=["row_wise"])}
     with pytest.raises(PlanError, match="chosen to be hot/cold, which needs table_wise"):
@@ -346,12 +339,9 @@ class Processed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pooled = FeatureProcessedEmbeddingBagCollection(
-            EmbeddingBagCollection(
-                tables=Towers().pooled.embedding_bag_configs(), is_weighted=True, device=META
-            ),
-            PositionWeightedModuleCollection({f"f_{name}": 20 for name in POOLING}, device=META),
-        )
+        weights = PositionWeightedModuleCollection({f"f_{n}": 20 for n in POOLING}, device=META)
+        tables = bags_of(tables_of(TOWER_ROWS, 16), "meta", is_weighted=True)
+        self.pooled = FeatureProcessedEmbeddingBagCollection(tables, weights)
 
 
 def _processed(**arguments: Any) -> tuple[HotColdPlanner, ShardingPlan]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -39,6 +39,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from benchmarks.planning_time import Workload, main, plan_ours
 from tests.planner.samples import DIM, ROWS, AbleSharder, Model, stats, topology
+from tests.support.tables import Table, bags_of
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_planner
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost import CommCurves, LocalCosts
@@ -196,9 +197,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("hot_rows", [None, 500])
-def test_expensive_calls_grow_with_the_tables_alone(
-    calls: Counter[str], hot_rows: int | None
-) -> None:
+def test_expensive_calls_grow_with_tables_alone(calls: Counter[str], hot_rows: int | None) -> None:
     found = []
     for num_tables in (15, 45):
         calls.clear()
@@ -210,9 +209,7 @@ def test_expensive_calls_grow_with_the_tables_alone(
     assert found[1]["estimate"] <= 4 * found[0]["estimate"]
 
 
-def test_the_benchmark_prints_and_writes_its_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_benchmark_tells_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "time.json"
     assert main(["--tables", "3", "5", "--times", "1", "--json", str(out)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
@@ -233,9 +230,7 @@ STOCK = CommCurves(
 
 @pytest.mark.parametrize("given_partitioner", [False, True])
 @pytest.mark.parametrize("hot_rows", [None, 500])
-def test_one_proposal_places_the_decided_plan(
-    hot_rows: int | None, given_partitioner: bool
-) -> None:
+def test_one_proposal_places_a_decided_plan(hot_rows: int | None, given_partitioner: bool) -> None:
     workload = Workload(num_tables=24, seed=3)
     own = {"partitioner": GreedyPerfPartitioner()} if given_partitioner else {}
     planner = hot_cold_planner(
@@ -271,9 +266,7 @@ def test_a_plan_that_does_not_fit_gives_way_to_torchrecs_proposers(
     placed = with_room.plan(Model(), [AbleSharder()]).plan["pooled"]
     assert {of.sharding_type for of in placed.values()} == {"table_wise"}  # type: ignore[attr-defined]
     warned = [of for of in caplog.records if "does not fit into memory" in of.getMessage()]
-    assert [(of.name, of.levelno) for of in warned] == [
-        ("torchrec_picasso.planner", logging.WARNING)
-    ]
+    assert [(w.name, w.levelno) for w in warned] == [("torchrec_picasso.planner", logging.WARNING)]
 
 
 def test_tables_that_are_not_named_take_what_torchrec_rates_fastest() -> None:
@@ -307,9 +300,7 @@ VOLUMES = st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1e6)), max_size=30)
 
 
 @given(VOLUMES, st.integers(1, 6))
-def test_waves_are_about_equal_and_a_pack_that_fits_one_is_kept_whole(
-    tables: Volumes, num_waves: int
-) -> None:
+def test_waves_are_about_equal_and_small_packs_stay_whole(tables: Volumes, num_waves: int) -> None:
     waves = balance_waves(tables, num_waves)
     assert set(waves) <= set(range(num_waves))
     fair = sum(elements for _, elements in tables) / num_waves
@@ -350,10 +341,8 @@ def test_every_module_has_waves_of_its_own() -> None:
     """Tables of two modules never share an exchange, so they do not balance each other."""
 
     def fact(name: str, module: str, dim: int) -> TableInfo:
-        load = TableLoad(
-            name=name, num_embeddings=1000, dim=dim, lookups=64, bags=64, module=module
-        )
-        return TableInfo(load=load)
+        used: Any = {"num_embeddings": 1000, "lookups": 64, "bags": 64}
+        return TableInfo(load=TableLoad(name=name, dim=dim, module=module, **used))
 
     facts = [fact(n, "user", 8) for n in "ab"] + [fact(n, "item", 16) for n in "cd"]
     decision = decide(
@@ -397,11 +386,7 @@ FEW_ROWS = {"one": 1, "two": 2, "three": 3, "five": 5, "many": 400}
 
 
 def _collection() -> EmbeddingBagCollection:
-    tables = [
-        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=4, feature_names=[name])
-        for name, rows in FEW_ROWS.items()
-    ]
-    collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    collection = bags_of((Table(n, 4, rows, (n,)) for n, rows in FEW_ROWS.items()), "meta")
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.1})
     return collection
 

@@ -124,7 +124,6 @@ def test_a_guard_begins_again() -> None:
     model.head.late = True
     assert guard.changed() is not None
     again = guard.again(batch)
-    assert again is not None
     assert again.changed(batch) is None
     model.head.late = False
     assert again.changed() is not None

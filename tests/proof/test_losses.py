@@ -9,17 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 from torchrec.datasets.utils import Batch
 
-from tests.proof.models import (
-    Head,
-    Model,
-    assert_cut_is_whole,
-    given_tables,
-    make_batch,
-    prove_head,
-    with_loss,
-)
+from tests.proof import models
 
-Loss = Callable[[Head, Tensor, Batch], Tensor]
+Loss = Callable[[models.Head, Tensor, Batch], Tensor]
 
 
 def _two(logits: Tensor) -> Tensor:
@@ -30,7 +22,7 @@ def _clicked(batch: Batch) -> Tensor:
     return (batch.labels > 0.5).long()
 
 
-def _per_lookup(head: Head, logits: Tensor, batch: Batch) -> Tensor:
+def _per_lookup(head: models.Head, logits: Tensor, batch: Batch) -> Tensor:
     """The sum over a feature's lookups of what its sample has, by the number of samples."""
     ids = batch.sparse_features["f"]
     places = torch.arange(logits.shape[0])
@@ -82,14 +74,73 @@ PROVED: dict[str, Loss] = {
 }
 
 
-def _recorded(head: Head, out: Tensor, batch: Batch) -> Tensor:
+def _recorded(head: models.Head, out: Tensor, batch: Batch) -> Tensor:
     with torch.profiler.record_function("loss"):
         return out.mean()
 
 
 PROVED["recorded"] = _recorded
 
+SHARED_REASONS: dict[str, dict[str, Loss]] = {
+    "ratio of two sums": {
+        "mean over clicked": lambda head, out, batch: (
+            (out * batch.labels).sum() / batch.labels.sum()
+        ),
+        "mean over targets": lambda head, out, batch: functional.cross_entropy(
+            _two(out), _clicked(batch)
+        ),
+    },
+    "over the batch": {
+        "padded to the longest": lambda head, out, batch: (
+            out.mean() * batch.sparse_features.to_dict()["f"].to_padded_dense().float().mean()
+        ),
+        "deviation": lambda head, out, batch: out.std(),
+        "largest": lambda head, out, batch: out.max(),
+        "cumsum": lambda head, out, batch: out.cumsum(0).mean(),
+        "sorted": lambda head, out, batch: (out.sort()[0] - batch.labels).mean(),
+        "softmax": lambda head, out, batch: out.softmax(0).square().mean(),
+        "normalized": lambda head, out, batch: functional.normalize(out, dim=0).mean(),
+        "rolled": lambda head, out, batch: (out.roll(1) * batch.labels).mean(),
+        "flipped": lambda head, out, batch: (out.flip(0) * batch.labels).mean(),
+        "first": lambda head, out, batch: out[0],
+    },
+    "not linear": {
+        "balance": lambda head, out, batch: out.mean() + _two(out).softmax(1).sum(0).var(),
+        "product of means": lambda head, out, batch: out.mean() * batch.labels.mean(),
+        "root of a mean": lambda head, out, batch: (out**2).mean().sqrt(),
+    },
+    "places in the batch": {
+        "neighbour": lambda head, out, batch: out[torch.arange(out.shape[0]) - 1].mean(),
+        "by place": lambda head, out, batch: (out * torch.arange(out.shape[0])).mean(),
+    },
+    "different orders": {
+        "places in another order": lambda head, out, batch: out[
+            torch.arange(out.shape[0]).repeat(3, 1).view(-1)
+        ].mean(),
+        "added to places in another order": lambda head, out, batch: (
+            torch.zeros_like(out).index_add(
+                0, torch.arange(out.shape[0]).repeat(2, 1).view(-1), _two(out).view(-1)
+            )
+        ).mean(),
+    },
+    "leaves others": {
+        "shifted": lambda head, out, batch: (
+            _two(out).view(-1)[1:].mean() + _two(out).view(-1).roll(1).view(-1, 2).mean()
+        ),
+        "every other": lambda head, out, batch: out[::2].mean(),
+    },
+    "branches": {
+        "at least one": lambda head, out, batch: out.sum() / max(1, out.shape[0]),
+        "threshold": lambda head, out, batch: out.mean() if out.shape[0] > 100 else 2 * out.mean(),
+        "one sample": lambda head, out, batch: out.mean() if out.shape[0] == 1 else 2 * out.mean(),
+    },
+    "random numbers": {
+        "noise": lambda head, out, batch: (out + torch.randn_like(out)).mean(),
+        "gate": lambda head, out, batch: out.mean() * (torch.rand(()) < 0.4),
+    },
+}
 UNPROVED: dict[str, tuple[Loss, str]] = {
+    **{name: (loss, words) for words, of in SHARED_REASONS.items() for name, loss in of.items()},
     "in-batch softmax": (
         lambda head, out, batch: functional.cross_entropy(
             out[:, None] * out[None, :], torch.arange(out.shape[0])
@@ -97,23 +148,9 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
         "every other sample",
     ),
     "clicked samples": (lambda head, out, batch: out[batch.labels > 0.5].mean(), "without data"),
-    "mean over clicked": (
-        lambda head, out, batch: (out * batch.labels).sum() / batch.labels.sum(),
-        "ratio of two sums",
-    ),
     "mean over lookups": (
         lambda head, out, batch: out.mean() + batch.sparse_features["f"].values().float().mean(),
         "averages over lookups",
-    ),
-    "mean over targets": (
-        lambda head, out, batch: functional.cross_entropy(_two(out), _clicked(batch)),
-        "ratio of two sums",
-    ),
-    "padded to the longest": (
-        lambda head, out, batch: (
-            out.mean() * batch.sparse_features.to_dict()["f"].to_padded_dense().float().mean()
-        ),
-        "over the batch",
     ),
     "pairs": (
         lambda head, out, batch: functional.softplus(
@@ -125,59 +162,14 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
         lambda head, out, batch: out.mean() + batch.labels.unique(return_inverse=True)[1].max(),
         "no rule",
     ),
-    "balance": (
-        lambda head, out, batch: out.mean() + _two(out).softmax(1).sum(0).var(),
-        "not linear",
-    ),
-    "product of means": (lambda head, out, batch: out.mean() * batch.labels.mean(), "not linear"),
-    "root of a mean": (lambda head, out, batch: (out**2).mean().sqrt(), "not linear"),
     "centered": (lambda head, out, batch: ((out - out.mean()) ** 2).mean(), "combines"),
-    "deviation": (lambda head, out, batch: out.std(), "over the batch"),
-    "largest": (lambda head, out, batch: out.max(), "over the batch"),
-    "cumsum": (lambda head, out, batch: out.cumsum(0).mean(), "over the batch"),
-    "sorted": (lambda head, out, batch: (out.sort()[0] - batch.labels).mean(), "over the batch"),
-    "softmax": (lambda head, out, batch: out.softmax(0).square().mean(), "over the batch"),
-    "normalized": (
-        lambda head, out, batch: functional.normalize(out, dim=0).mean(),
-        "over the batch",
-    ),
-    "rolled": (lambda head, out, batch: (out.roll(1) * batch.labels).mean(), "over the batch"),
-    "flipped": (lambda head, out, batch: (out.flip(0) * batch.labels).mean(), "over the batch"),
-    "neighbour": (
-        lambda head, out, batch: out[torch.arange(out.shape[0]) - 1].mean(),
-        "places in the batch",
-    ),
-    "places in another order": (
-        lambda head, out, batch: out[torch.arange(out.shape[0]).repeat(3, 1).view(-1)].mean(),
-        "different orders",
-    ),
-    "added to places in another order": (
-        lambda head, out, batch: (
-            torch.zeros_like(out).index_add(
-                0, torch.arange(out.shape[0]).repeat(2, 1).view(-1), _two(out).view(-1)
-            )
-        ).mean(),
-        "different orders",
-    ),
     "indexed": (lambda head, out, batch: out[_clicked(batch)].mean(), "other samples"),
-    "shifted": (
-        lambda head, out, batch: (
-            _two(out).view(-1)[1:].mean() + _two(out).view(-1).roll(1).view(-1, 2).mean()
-        ),
-        "leaves others",
-    ),
     "turned": (
         lambda head, out, batch: _two(out).t().reshape(-1, 2)[:, 0].mean(),
         "different samples",
     ),
     "half": (lambda head, out, batch: out[: out.shape[0] // 2].mean(), "size of the batch"),
-    "every other": (lambda head, out, batch: out[::2].mean(), "leaves others"),
-    "first": (lambda head, out, batch: out[0], "over the batch"),
     "broadcast": (lambda head, out, batch: (out[:, None] - batch.labels).mean(), "every other"),
-    "by place": (
-        lambda head, out, batch: (out * torch.arange(out.shape[0])).mean(),
-        "places in the batch",
-    ),
     "by constant": (
         lambda head, out, batch: (out * torch.linspace(0, 1, out.shape[0])).mean(),
         "different constants",
@@ -194,15 +186,6 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
     ),
     "times B": (lambda head, out, batch: out.mean() * out.shape[0], "size as a number"),
     "len": (lambda head, out, batch: out.sum() / len(out), "len()"),
-    "at least one": (lambda head, out, batch: out.sum() / max(1, out.shape[0]), "branches"),
-    "threshold": (
-        lambda head, out, batch: out.mean() if out.shape[0] > 100 else 2 * out.mean(),
-        "branches",
-    ),
-    "one sample": (
-        lambda head, out, batch: out.mean() if out.shape[0] == 1 else 2 * out.mean(),
-        "branches",
-    ),
     "iterated": (lambda head, out, batch: sum(out.unbind()) / out.shape[0], "Eq(samples"),
     "item": (lambda head, out, batch: out.mean() * out.detach()[:, None].amax(1).item(), "data"),
     "data": (lambda head, out, batch: (out - out.data).mean(), "use detach()"),
@@ -212,8 +195,6 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
         lambda head, out, batch: (out * head.over.weight.detach().view(-1)[:1].mul_(0.9)).mean(),
         "writes into head.over.weight",
     ),
-    "noise": (lambda head, out, batch: (out + torch.randn_like(out)).mean(), "random numbers"),
-    "gate": (lambda head, out, batch: out.mean() * (torch.rand(()) < 0.4), "random numbers"),
     "permuted": (lambda head, out, batch: out[torch.randperm(out.shape[0])].mean(), "random"),
     "dropped weights": (
         lambda head, out, batch: out.mean() + functional.dropout(head.hidden.weight).sum(),
@@ -224,46 +205,45 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
 
 @pytest.mark.parametrize("name", PROVED)
 def test_proved(name: str) -> None:
-    head = with_loss(PROVED[name])()
-    assert prove_head(head).reason is None
-    batch = make_batch()
-    model = Model(head)
-    given = given_tables(model, batch.sparse_features)
-    assert_cut_is_whole(model, batch, given, [1, 6, 5], "mean")
+    head = models.with_loss(PROVED[name])()
+    assert models.prove_head(head).reason is None
+    batch = models.make_batch()
+    model = models.Model(head)
+    given = models.given_tables(model, batch.sparse_features)
+    models.assert_cut_is_whole(model, batch, given, [1, 6, 5], "mean")
 
 
 @pytest.mark.parametrize("name", UNPROVED)
 def test_unproved(name: str) -> None:
     loss, words = UNPROVED[name]
-    reason = prove_head(with_loss(loss)()).reason
-    assert reason is not None
+    reason = models.prove_head(models.with_loss(loss)()).reason
     assert words in reason
 
 
 def test_dropout_may_draw() -> None:
-    head = with_loss(lambda head, out, batch: functional.dropout(out).mean())()
-    assert prove_head(head).reason is None
+    head = models.with_loss(lambda head, out, batch: functional.dropout(out).mean())()
+    assert models.prove_head(head).reason is None
 
 
 def test_sums() -> None:
-    loss = with_loss(lambda head, out, batch: (out * batch.labels).sum())
-    assert prove_head(loss(), losses="sum").reason is None
-    assert "not a sum" in str(prove_head(Head(), losses="sum").reason)
+    loss = models.with_loss(lambda head, out, batch: (out * batch.labels).sum())
+    assert models.prove_head(loss(), losses="sum").reason is None
+    assert "not a sum" in str(models.prove_head(models.Head(), losses="sum").reason)
 
 
 def test_ratios() -> None:
-    def ratio(head: Head, out: Tensor, batch: Batch) -> Any:
+    def ratio(head: models.Head, out: Tensor, batch: Batch) -> Any:
         return (out * batch.labels).sum(), batch.labels.sum()
 
-    def of_mean(head: Head, out: Tensor, batch: Batch) -> Any:
+    def of_mean(head: models.Head, out: Tensor, batch: Batch) -> Any:
         return (out * batch.labels).sum(), batch.labels.mean()
 
-    assert prove_head(with_loss(ratio)(), losses="ratio").reason is None
-    assert "not a sum" in str(prove_head(with_loss(of_mean)(), losses="ratio").reason)
-    assert "not two sums" in str(prove_head(Head(), losses="ratio").reason)
+    assert models.prove_head(models.with_loss(ratio)(), losses="ratio").reason is None
+    assert "not a sum" in str(models.prove_head(models.with_loss(of_mean)(), losses="ratio").reason)
+    assert "not two sums" in str(models.prove_head(models.Head(), losses="ratio").reason)
 
 
 def test_a_reason_names_the_line() -> None:
     loss, _ = UNPROVED["cumsum"]
-    reason = prove_head(with_loss(loss)()).reason
+    reason = models.prove_head(models.with_loss(loss)()).reason
     assert f"{__file__}:{loss.__code__.co_firstlineno}" in str(reason)

@@ -8,7 +8,6 @@ result must lie along the batch as the rules say. Calls are of one tensor, of tw
 import logging
 import operator
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -293,11 +292,7 @@ class _Variable:
 
 
 class Program:
-    """Calls on a batch and constants, as many as were asked for.
-
-    Args:
-        seed: Draws data and calls.
-    """
+    """Calls on a batch and constants, as many as were asked for."""
 
     def __init__(self, seed: int) -> None:
         self._draw = Random(seed)
@@ -367,11 +362,7 @@ class Program:
         self._variables.append(_Variable(fake, whole, parts_K, words))
 
     def call(self) -> str | None:
-        """One more call.
-
-        Returns:
-            What is wrong with the rules; ``None`` = nothing that shows.
-        """
+        """What one more call shows to be wrong with the rules; ``None`` = nothing."""
         draw = self._draw
         makes, num = draw.choices([(ONE, 1), (TWO, 2), (WRITING, 2)], [5, 5, 1])[0]
         given = [draw.choice(self._variables) for _ in range(num)]
@@ -460,15 +451,7 @@ class _EndOfProgramError(Exception):
 
 
 def run_programs(seeds: Sequence[int], num_calls: int = 60) -> tuple[int, list[str]]:
-    """Runs programs.
-
-    Args:
-        seeds: One for each.
-        num_calls: Calls that are tried in each.
-
-    Returns:
-        Calls that the rules understood, and what is wrong with them.
-    """
+    """Calls of all programs that the rules understood, and what is wrong with them."""
     total, wrong = 0, []
     logging.disable(logging.CRITICAL)  # PyTorch logs calls that fail without data
     try:
@@ -496,10 +479,6 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     return torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-4, equal_nan=True)
-
-
-if __name__ == "__main__":  # python -m tests.proof.random_calls 1000
-    print(*run_programs(range(int(sys.argv[1]))), sep="\n")
 
 
 NUM_PROGRAMS = 40

@@ -24,7 +24,6 @@ def test_model_is_proved(name: str) -> None:
     proof = prove(model, batch, given)
     assert proof.reason is None
     assert proof.num_operators == NUM_OPERATORS[name]
-    assert proof.guard is not None
     assert proof.guard.changed(batch) is None
     num_samples = batch.labels.size(0)
     assert_cut_is_whole(model, batch, given, [1, num_samples - 6, 5], "mean")
@@ -41,5 +40,4 @@ def test_dice_is_not_proved() -> None:
     source = make_source(config.data, config.seed)
     model, batch = build_model(config, source), next(iter(source.batches(0, 1)))
     proof = prove(model, batch, given_tables(model, batch.sparse_features))
-    assert proof.reason is not None
     assert "zoo/layers.py" in proof.reason

@@ -49,11 +49,7 @@ class Block:
 
 
 def blocks_of(markdown: str) -> list[Block]:
-    """Every fenced block, in order.
-
-    Raises:
-        ValueError: If a fence does not end, or a block is skipped without a reason.
-    """
+    """Every fenced block, in order; a fence that does not end raises, as a skip without reason."""
     blocks = []
     lines = markdown.splitlines()
     start = 0
@@ -81,10 +77,7 @@ def _marker_before(lines: list[str], start: int) -> tuple[str, str]:
 
 
 def commands_of(block: Block) -> list[str]:
-    """The commands of a shell block, one line each, without comments and prompts.
-
-    In a block with prompts (``$``), lines without one are output.
-    """
+    """A shell block's commands without comments; beside prompts (``$``) other lines are output."""
     text = re.sub(r"\\\n\s*", "", block.text)
     lines = [line.strip() for line in text.splitlines()]
     if any(line.startswith("$ ") for line in lines):

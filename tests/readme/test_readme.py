@@ -280,8 +280,6 @@ def _exec(rank: int, world_size: int, page: str, blocks: list[Block], folder: st
     return sorted(names)
 
 
-# -- the rules themselves --------------------------------------------------------------------------
-
 EXAMPLE = """
 Text.
 

@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.rows.worlds import (
-    LEARNING_RATE,
-    TABLES,
-    World,
-    features_of,
-    fill_replicas,
-    make_world,
-    whole_tables,
-)
+from tests.rows import worlds
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows
@@ -37,7 +29,7 @@ Bags = list[list[list[int]]]
 @st.composite
 def batches(draw: st.DrawFn, world_size: int, num_parts: int) -> list[list[tuple[Bags, list[int]]]]:
     """By step and rank, bags and the sizes of their parts."""
-    rows_F = [t.num_embeddings for t in TABLES[world_size] for _ in t.feature_names]
+    rows_F = [t.num_embeddings for t in worlds.TABLES[world_size] for _ in t.feature_names]
     steps = []
     for _ in range(NUM_STEPS):
         of_ranks = []
@@ -56,9 +48,9 @@ def _everywhere(values: Sequence[Any], what: Callable[..., Any], *args: Any) -> 
     return [what(value, *args) for value in values]
 
 
-def _request(world: World, of_ranks: Sequence[tuple[Bags, list[int]]]) -> list[RowRequest]:
+def _request(world: worlds.World, of_ranks: Sequence[tuple[Bags, list[int]]]) -> list[RowRequest]:
     requests = [
-        RowRequest(group, [features_of(world, bags)], sizes_K)
+        RowRequest(group, [worlds.features_of(world, bags)], sizes_K)
         for group, (bags, sizes_K) in zip(world.groups, of_ranks)
     ]
     assert all(_everywhere(requests, RowRequest.send_row_numbers))
@@ -82,7 +74,7 @@ def _grads_of(rows: BatchRows, part: int) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _expected_step(
-    world: World, tables: list[Tensor], of_ranks: Sequence[tuple[Bags, list[int]]]
+    world: worlds.World, tables: list[Tensor], of_ranks: Sequence[tuple[Bags, list[int]]]
 ) -> tuple[list[list[list[Tensor]]], list[Tensor]]:
     """What every part pools, by rank, and the tables after the step."""
     moved = [table.clone() for table in tables]
@@ -105,7 +97,7 @@ def _expected_step(
                 upstream = _upstream(100 * part + matrix, len(bags_S), dim)
                 for (t, rows), grad in zip(bags_S, upstream):
                     for row in rows:
-                        moved[t][row] -= LEARNING_RATE * grad / len(of_ranks)
+                        moved[t][row] -= worlds.LEARNING_RATE * grad / len(of_ranks)
                 first += num_features
             pooled_K.append(pooled_M)
             first_sample += size
@@ -114,13 +106,13 @@ def _expected_step(
 
 
 def _train(
-    world: World,
+    world: worlds.World,
     steps: Sequence[Sequence[tuple[Bags, list[int]]]],
     num_parts: int,
     lookahead: bool,
     in_waves: bool,
 ) -> None:
-    tables = whole_tables(world)
+    tables = worlds.whole_tables(world)
     waves = list(range(len(world.groups[0].plan.waves))) if in_waves else [None]
     before: list[RowRequest] | None = None
     for of_ranks in steps:
@@ -155,11 +147,11 @@ def _train(
             updated = [update_rows(g, [of], wave) for g, of in zip(world.groups, gradients)]
             assert updated == [wave == waves[-1]] * len(updated)
         _everywhere(rows_W, BatchRows.release)
-        torch.testing.assert_close(whole_tables(world), tables)
+        torch.testing.assert_close(worlds.whole_tables(world), tables)
 
 
-def _fill_and_read_hot(world: World, rows_W: Sequence[BatchRows]) -> None:
-    fill_replicas(world)
+def _fill_and_read_hot(world: worlds.World, rows_W: Sequence[BatchRows]) -> None:
+    worlds.fill_replicas(world)
     for rows in rows_W:
         rows.read_hot()
 
@@ -172,7 +164,7 @@ def _fill_and_read_hot(world: World, rows_W: Sequence[BatchRows]) -> None:
 def test_a_batch_trains_as_rows_one_by_one(
     world_size: int, num_parts: int, lookahead: bool, in_waves: bool
 ) -> None:
-    world = make_world(world_size)  # examples train it on
+    world = worlds.make_world(world_size)  # examples train it on
 
     @PROPERTY
     @given(batches(world_size, num_parts))
@@ -189,13 +181,11 @@ class _OtherRoute(RowRoute):
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_a_further_route_is_one_registration(
-    lookahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_further_route_is_registered(lookahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ROUTES, "other", _OtherRoute)
-    first, second, *others = TABLES[2]
+    first, second, *others = worlds.TABLES[2]
     tables = [replace(t, route="other", pack=pack) for pack, t in enumerate(others)]
-    world = make_world(2, [first, second, *tables])
+    world = worlds.make_world(2, [first, second, *tables])
     assert [route.name for route in world.groups[0].routes] == ["rows", "other"]
 
     @PROPERTY
@@ -207,10 +197,10 @@ def test_a_further_route_is_one_registration(
 
 
 def test_rows_of_another_hot_set_are_never_served() -> None:
-    world = make_world(1)
+    world = worlds.make_world(1)
     group = world.groups[0]
     bags = [[[0]] for t in world.tables for _ in t.feature_names]
-    request = RowRequest(group, [features_of(world, bags)])
+    request = RowRequest(group, [worlds.features_of(world, bags)])
     request.send_row_numbers()
     request.receive_row_numbers()
     (route,) = group.routes

@@ -69,9 +69,7 @@ def test_no_pair_is_left_that_should_have_changed(seed: int) -> None:
 
     hot, cold = uses(20), uses(50)
     ids = torch.randperm(50, generator=generator)
-    leaving, entering = choose_swaps(
-        census(hot, ids, cold), num_batches=1e9, deviations=1.0, most=20
-    )
+    leaving, entering = choose_swaps(census(hot, ids, cold), num_batches=1e9, deviations=1, most=20)
     stay = torch.ones(20, dtype=torch.bool).index_fill_(0, leaving, False)
     out = torch.ones(50, dtype=torch.bool).index_fill_(0, entering, False)
     assert len(set(leaving.tolist())) == len(set(entering.tolist())) == len(leaving)

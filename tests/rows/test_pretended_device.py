@@ -195,9 +195,7 @@ def measure(world_size: int, num_packs: int, num_parts: int, lookahead: bool) ->
 
 
 @pytest.mark.parametrize(("case", "most"), MOST.items(), ids=str)
-def test_a_step_launches_no_more_and_waits_no_more_often(
-    case: tuple[int, int, int], most: tuple[int, int]
-) -> None:
+def test_launches_and_waits_are_no_more(case: tuple[int, int, int], most: tuple[int, int]) -> None:
     device = measure(*case, lookahead=True)
     assert not device.mixed
     launches, syncs, _ = device.totals
@@ -215,9 +213,7 @@ def test_few_keys_are_sorted_as_integers_of_few_bits(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("num_parts", [1, 3])
 @pytest.mark.parametrize("kind", ["rows", "sequences", "all"])
-def test_a_device_trains_as_the_cpu(
-    kind: str, num_parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_train_as_cpus(kind: str, num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if num_parts > 1:
         monkeypatch.setattr(segment_reduction, "_PIECE", 1)  # gradients are summed in pieces
     both = []

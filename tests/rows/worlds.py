@@ -12,9 +12,9 @@ from torchrec.distributed.embedding_types import (
     GroupedEmbeddingConfig,
     ShardedEmbeddingTable,
 )
-from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from tests.support.fake_ranks import FakeRanks, fake_ranks
+from tests.support.tables import pack_of
 from torchrec_picasso._torchrec import EmbOptimType
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.rows.group import RowGroup
@@ -82,28 +82,22 @@ def _by_route(tables: Sequence[PackedTable]) -> list[list[PackedTable]]:
 
 
 def _config(tables: Sequence[PackedTable], pack: int, rank: int) -> GroupedEmbeddingConfig:
-    return GroupedEmbeddingConfig(
-        data_type=DataType.FP32,
-        pooling=PoolingType.SUM,
-        is_weighted=False,
-        has_feature_processor=False,
-        compute_kernel=EmbeddingComputeKernel.FUSED,
-        embedding_tables=[
-            ShardedEmbeddingTable(
-                num_embeddings=table.num_embeddings,
-                embedding_dim=table.dim,
-                name=table.name,
-                local_rows=table.block_rows_W[rank],
-                local_cols=table.dim,
-                compute_kernel=EmbeddingComputeKernel.FUSED,
-                feature_names=list(table.feature_names),
-                embedding_names=list(table.feature_names),
-            )
-            for table in tables
-            if table.pack == pack
-        ],
-        fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE},
-    )
+    blocks = [
+        ShardedEmbeddingTable(
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.dim,
+            name=table.name,
+            local_rows=table.block_rows_W[rank],
+            local_cols=table.dim,
+            compute_kernel=EmbeddingComputeKernel.FUSED,
+            feature_names=list(table.feature_names),
+            embedding_names=list(table.feature_names),
+        )
+        for table in tables
+        if table.pack == pack
+    ]
+    updates = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE}
+    return pack_of(blocks, fused_params=updates)
 
 
 def _first_weights(tables: Sequence[PackedTable]) -> list[Tensor]:

@@ -162,9 +162,8 @@ def test_an_illegal_schedule_is_refused() -> None:
 
 
 def test_a_kind_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(
-        PlanError, match="no operation is called 'fetch_durty'; one of send_header, "
-    ):
+    why = "no operation is called 'fetch_durty'; one of send_header, "
+    with pytest.raises(PlanError, match=why):
         Op("fetch_durty")
 
 

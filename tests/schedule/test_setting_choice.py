@@ -53,9 +53,7 @@ def test_the_fastest_is_chosen(fastest: int) -> None:
 
 @pytest.mark.parametrize("first", PIECES)
 @pytest.mark.parametrize("fastest", PIECES)
-def test_a_trial_begins_with_what_the_plan_says_and_ends_with_the_fastest(
-    first: int, fastest: int
-) -> None:
+def test_a_trial_begins_as_planned_and_ends_with_the_fastest(first: int, fastest: int) -> None:
     choice, seen = SettingChoice(candidates(None, None), first), []
     assert choice.current == Setting(first, lookahead=True)
 
@@ -195,9 +193,7 @@ def test_what_an_earlier_run_chose_is_taken_where_it_is_allowed() -> None:
         (4096, False, [1]),
     ],
 )
-def test_what_cannot_win_is_not_tried(
-    num_samples: int, is_interleaved: bool, pieces: list[int]
-) -> None:
+def test_what_cannot_win_is_left(num_samples: int, is_interleaved: bool, pieces: list[int]) -> None:
     choice, seen = SettingChoice(candidates(None, None, num_samples, is_interleaved)), []
     if not choice.is_settled:
         settle(choice, lambda setting: seen.append(setting) or 1.0 / setting.num_micro_batches)

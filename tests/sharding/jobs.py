@@ -17,12 +17,6 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    KeyedJaggedTensor,
-)
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -32,13 +26,9 @@ from torchrec.distributed.sharding_plan import data_parallel, row_wise, table_wi
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.optim import optimizers
 
-from tests.support.placing import CPU, distribute, place, wire_codecs
-from tests.support.tables import Table, configs_of
-from torchrec_picasso import (
-    HotColdEmbeddingBagCollectionSharder,
-    HotColdEmbeddingCollectionSharder,
-    HotColdParams,
-)
+import torchrec_picasso as picasso
+from tests.support.placing import distribute, place, wire_codecs
+from tests.support.tables import Table, bags_of
 from torchrec_picasso.sharding.in_backward import HotColdPooledLookup, HotColdSequenceLookup
 from torchrec_picasso.storage import row_storage
 from torchrec_picasso.storage.row_storage import RowStorage
@@ -144,9 +134,7 @@ class Model(nn.Module):
     def __init__(self, job: Job) -> None:
         super().__init__()
         torch.manual_seed(job.seed)
-        self.ebc = EmbeddingBagCollection(
-            device=CPU, is_weighted=job.weighted, tables=configs_of(EmbeddingBagConfig, job.tables)
-        )
+        self.ebc = bags_of(job.tables, is_weighted=job.weighted)
         self.keys = keys_of(job.tables)
         self.regroup: KTRegroupAsDict | None = None
         if job.regrouped:
@@ -184,7 +172,7 @@ def make_batch(job: Job, rank: int, step: int) -> Batch:
     num_lookups = sum(v.numel() for v in values)
     return Batch(
         dense_features=torch.zeros(batch_size, 1),
-        sparse_features=KeyedJaggedTensor(
+        sparse_features=torchrec.KeyedJaggedTensor(
             keys=list(job.features),
             values=torch.cat(values),
             lengths=torch.cat(lengths),
@@ -224,14 +212,14 @@ def shard(
         is not None
     }
     bags, sequences = (
-        (HotColdEmbeddingBagCollectionSharder, HotColdEmbeddingCollectionSharder)
+        (picasso.HotColdEmbeddingBagCollectionSharder, picasso.HotColdEmbeddingCollectionSharder)
         if hot_cold
         else (RowWiseOnCpuSharder, EmbeddingCollectionSharder)
     )
     sharders, plans = dict[type, Any](), {}
     for path, tables in tables_of.items():
         module = model.get_submodule(path)
-        kind = sequences if isinstance(module, EmbeddingCollection) else bags
+        kind = sequences if isinstance(module, torchrec.EmbeddingCollection) else bags
         if kind not in sharders:
             sharders[kind] = kind(qcomm_codecs_registry=wire_codecs(job.wire))
         for name, weight in module.named_parameters():
@@ -276,14 +264,14 @@ def way_of(where: str | int | None, owner: int) -> Any:
     return row_wise() if where == "row_wise" or isinstance(where, int) else table_wise(rank=owner)
 
 
-def params_of(where: str | int | None, rows: int, wave: int) -> HotColdParams | None:
+def params_of(where: str | int | None, rows: int, wave: int) -> picasso.HotColdParams | None:
     """Of a hot/cold table: hot is every third row, so that homes share hot rows."""
     if where == "bags":
-        return HotColdParams(form="bags")
+        return picasso.HotColdParams(form="bags")
     if not isinstance(where, int):
         return None
     by_thirds = sorted(range(rows), key=lambda row: (row % 3, row))
-    return HotColdParams(hot_rows=by_thirds[:where], wave=wave)
+    return picasso.HotColdParams(hot_rows=by_thirds[:where], wave=wave)
 
 
 def _cut_lopsided(sharding: Any, rows: int) -> None:
@@ -356,9 +344,7 @@ def result_of(model: DistributedModelParallel, losses: list[float]) -> Result:
     return result_of_module(model, losses, ("ebc",))
 
 
-def result_of_module(
-    model: DistributedModelParallel, losses: list[float], sharded: Sequence[str]
-) -> Result:
+def result_of_module(model: nn.Module, losses: list[float], sharded: Sequence[str]) -> Result:
     """The same of a model whose sharded modules have these names."""
 
     def is_table(name: str) -> bool:

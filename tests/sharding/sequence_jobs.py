@@ -10,27 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    JaggedTensor,
-)
+from torchrec import JaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 
-from tests.sharding.jobs import (
-    Job,
-    Result,
-    Table,
-    configs_of,
-    keys_of,
-    make_batch,
-    result_of_module,
-    shard,
-)
-from tests.support.placing import CPU
+from tests.sharding.jobs import Job, Result, Table, keys_of, make_batch, result_of_module, shard
+from tests.support.tables import bags_of, sequences_of
 
 DIM = 8
 MAX_LENGTH = 5
@@ -66,16 +51,11 @@ class SequenceModel(nn.Module):
         super().__init__()
         torch.manual_seed(job.seed)
         sequences, pooled, (means,) = TABLES_OF.values()
-        self.ec = EmbeddingCollection(
-            device=CPU, need_indices=job.need_indices, tables=configs_of(EmbeddingConfig, sequences)
-        )
+        self.ec = sequences_of(sequences, need_indices=job.need_indices)
         if job.weighted:  # placements do not agree on what a weighted mean is
             means = replace(means, mean=False)
         self.ebc, self.means = (
-            EmbeddingBagCollection(
-                device=CPU, is_weighted=job.weighted, tables=configs_of(EmbeddingBagConfig, tables)
-            )
-            for tables in (pooled, [means])
+            bags_of(tables, is_weighted=job.weighted) for tables in (pooled, [means])
         )
         self.over = nn.Linear(3 * DIM + 3 * 2 * DIM + DIM, 1)
         self.keys, self.need_indices = keys_of(pooled), job.need_indices
@@ -110,9 +90,7 @@ def build_sequences(job: SequenceJob, world_size: int) -> DistributedModelParall
     return shard(SequenceModel(job), job, TABLES_OF, world_size)
 
 
-def train_sequences(
-    model: DistributedModelParallel, job: SequenceJob, rank: int, drive: Driver
-) -> Result:
+def train_sequences(model: Any, job: SequenceJob, rank: int, drive: Driver) -> Result:
     """Trains; losses by the model's own formula."""
     batches = [make_batch(job, rank, step) for step in range(job.num_steps)]
     outputs = drive(model, batches)

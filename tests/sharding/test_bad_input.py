@@ -6,23 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import torchrec_picasso as picasso
 from tests.sharding.jobs import Job, build, dense_optimizer, make_batch, replicas_of, train
 from tests.support.placing import CPU, place, wire_codecs, world_env
+from tests.support.refusals import refusal
+from tests.support.tables import Table, bags_of
 from tests.train_pipeline.feature_cells import Feature, batch_of, own_rows
 from tests.train_pipeline.feature_cells import build as build_cell
 from tests.train_pipeline.runs import pipeline_of
-from torchrec_picasso import (
-    CompatError,
-    HotColdEmbeddingBagCollectionSharder,
-    HotColdParams,
-    InputError,
-    PlanError,
-)
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 JOB = Job(placement={"*": 2}, num_steps=4)
@@ -47,12 +42,6 @@ def _last_of(features: KeyedJaggedTensor, feature: str) -> int:
     return features.offset_per_key()[features.keys().index(feature) + 1] - 1
 
 
-def _told(model: Any, batch: Any) -> str:
-    with pytest.raises(InputError) as caught:
-        model(batch)
-    return str(caught.value)
-
-
 def _refused_batches(rank: int, world_size: int) -> tuple[list[str], Any, Any]:
     """Every feature in turn has a bad id on rank 1, then on all ranks; good steps in between."""
     model, told, losses = build(JOB, rank, world_size), [], []
@@ -63,7 +52,7 @@ def _refused_batches(rank: int, world_size: int) -> tuple[list[str], Any, Any]:
             if rank in bad_ranks:
                 last = _last_of(batch.sparse_features, feature)
                 batch.sparse_features = _with(batch.sparse_features, last, id=rows + rank)
-            told.append(_told(model, batch))
+            told.append(refusal(picasso.InputError, model, batch))
     undisturbed = build(JOB, rank, world_size)
     expected = train(undisturbed, JOB, rank, range(len(ROWS))), replicas_of(undisturbed)
     return told, (losses, replicas_of(model)), expected
@@ -117,7 +106,7 @@ def _bad_values(rank: int, world_size: int) -> dict[str, str]:
         batch = make_batch(job, rank, 1)
         if rank == 1:
             batch.sparse_features = _with(batch.sparse_features, 3, **values)
-        told[name] = _told(model, batch)
+        told[name] = refusal(picasso.InputError, model, batch)
     return told
 
 
@@ -151,15 +140,11 @@ def _bad_lengths_beside_a_stock_table(rank: int, world_size: int) -> list[str]:
                 keys=given.keys(), values=given.values(), lengths=lengths
             )
         model = build(job, rank, world_size)
-        with pytest.raises(InputError) as caught:
-            model(batch)
-        told.append(str(caught.value))
+        told.append(refusal(picasso.InputError, model, batch))
         train(model, job, rank, range(2))  # nobody is left waiting
         settings = {"num_micro_batches": 2 if change > 0 else 1, "lookahead": False}
         pipeline = pipeline_of(build(job, rank, world_size), **settings)
-        with pytest.raises(InputError) as caught:
-            pipeline.progress(iter([batch]))
-        told.append(str(caught.value))
+        told.append(refusal(picasso.InputError, pipeline.progress, iter([batch])))
     return told
 
 
@@ -190,9 +175,9 @@ def _bad_lengths_changed_on_the_way(rank: int, world_size: int) -> dict[str, str
             pipeline: Any = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
             if num_micro_batches:
                 pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
-            with pytest.raises(InputError) as caught:
-                pipeline.progress(iter([batch]))
-            told[f"{name}, {kind}, {change}, {num_micro_batches}"] = str(caught.value)
+            told[f"{name}, {kind}, {change}, {num_micro_batches}"] = refusal(
+                picasso.InputError, pipeline.progress, iter([batch])
+            )
     return told
 
 
@@ -208,13 +193,12 @@ def _shard(
     dim: int = 8,
     wire: str | None = None,
     kernel: str = "fused",
-    params: HotColdParams | None = None,
+    params: picasso.HotColdParams | None = None,
 ) -> object:
     """Shards a collection of one marked table ``t``."""
-    table = EmbeddingBagConfig(name="t", embedding_dim=dim, num_embeddings=10, feature_names=["f"])
-    module = EmbeddingBagCollection(tables=[table], device=CPU)
-    sharder = HotColdEmbeddingBagCollectionSharder(qcomm_codecs_registry=wire_codecs(wire))
-    plan = place(module, sharder, {"t": way}, {"t": params or HotColdParams(hot_rows=[0])})
+    module = bags_of([Table("t", dim, 10, ("f",))])
+    sharder = picasso.HotColdEmbeddingBagCollectionSharder(qcomm_codecs_registry=wire_codecs(wire))
+    plan = place(module, sharder, {"t": way}, {"t": params or picasso.HotColdParams(hot_rows=[0])})
     plan["t"].compute_kernel = kernel
     return sharder.shard(module, plan, world_env(), CPU, "tables")
 
@@ -223,14 +207,14 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
     told = {}
     for name, how in {
         "table-wise": {"way": table_wise(rank=0)},
-        "bags row-wise": {"way": row_wise(), "params": HotColdParams(form="bags")},
-        "too many": {"way": row_wise(), "params": HotColdParams(hot_rows=range(11))},
-        "outside": {"way": row_wise(), "params": HotColdParams(hot_rows=[100])},
+        "bags row-wise": {"way": row_wise(), "params": picasso.HotColdParams(form="bags")},
+        "too many": {"way": row_wise(), "params": picasso.HotColdParams(hot_rows=range(11))},
+        "outside": {"way": row_wise(), "params": picasso.HotColdParams(hot_rows=[100])},
         "kernel": {"way": row_wise(), "kernel": "fused_uvm_caching"},
         "dim": {"way": row_wise(), "dim": 6},
         "wire": {"way": row_wise(), "wire": "int8"},
     }.items():
-        with pytest.raises((PlanError, CompatError)) as caught:
+        with pytest.raises((picasso.PlanError, picasso.CompatError)) as caught:
             _shard(**how)
         told[name] = f"{type(caught.value).__name__}: {caught.value}"
     return told

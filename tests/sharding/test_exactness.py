@@ -177,9 +177,7 @@ def test_equals_stock_table_wise(world_size: int, placement: str, variant: str) 
         [variant for variant, job in _variants().items() if len(job.tables) == 3],
     ),
 )
-def test_equals_stock_row_wise_shard_by_shard(
-    world_size: int, placement: str, variant: str
-) -> None:
+def test_equals_stock_row_wise_by_shard(world_size: int, placement: str, variant: str) -> None:
     both = (_trained(world_size, variant, where) for where in ("row_wise", placement))
     for stock, ours in zip(*both):
         torch.testing.assert_close(ours.losses, stock.losses, rtol=RTOL, atol=ATOL)
@@ -200,9 +198,7 @@ def test_there_are_replicas(world_size: int, placement: str) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "placement", "variant"), _cases(tuple(IN_TWO_TABLES)))
-def test_replicas_in_a_table_of_their_own_change_no_bit(
-    world_size: int, placement: str, variant: str
-) -> None:
+def test_replicas_of_their_own_change_no_bit(world_size: int, placement: str, variant: str) -> None:
     apart = _trained(world_size, variant, placement)
     together = _trained(world_size, variant, IN_TWO_TABLES[placement])
     assert_same_results(apart, together, rtol=0, atol=0)
@@ -214,9 +210,6 @@ def test_losses_fall() -> None:
     """Guards the comparison: a job that learns nothing would compare anything as equal."""
     losses = _trained(2, "rowwise_adagrad", "some_hot")[0].losses
     assert sum(losses[-3:]) < sum(losses[:3])
-
-
-# -- beside those ----------------------------------------------------------------------------------
 
 
 def _packs(rank: int, world_size: int) -> list[list[tuple[list[str], str]]]:

@@ -6,15 +6,14 @@ own before anybody waited for that, and pooled on backward's. There is no device
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.sharding.jobs import ODD, PLAIN, Job, build, make_batch, storages_of
+from tests.support.shared_run import run_once
 from tests.train_pipeline.stream_races import RaceDetector
-from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.ops import row_order, streams
 from torchrec_picasso.ops.streams import WriteOrder
 from torchrec_picasso.rows.group import RowBuffers
@@ -32,10 +31,6 @@ JOBS = {
 class _Careless(WriteOrder):
     def before_reading(self) -> None:
         pass
-
-
-def _no_stream(device: torch.device) -> None:
-    return None
 
 
 def _watch_writes(detector: RaceDetector, storage: RowStorage) -> None:
@@ -89,18 +84,13 @@ def _run(rank: int, world_size: int) -> dict[str, set[str]]:
     row_order._RADIX_KEYS.clear()  # what numpy sorts, the detector does not see
     found = {name: _train(rank, world_size, job) for name, job in JOBS.items()}
     found["order"] = _train(rank, world_size, JOBS["one_table"], write_order=_Careless)
-    found["memory"] = _train(rank, world_size, JOBS["weighted_packs"], stream_of=_no_stream)
+    found["memory"] = _train(rank, world_size, JOBS["weighted_packs"], stream_of=lambda _: None)
     return found
-
-
-@cache
-def _by_rank() -> list[dict[str, set[str]]]:
-    return run_ranks(_run, 2, timeout_s=100)
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_lookup_beside_backward_does_not_race(name: str) -> None:
-    assert [of_rank[name] for of_rank in _by_rank()] == [set(), set()]
+    assert [of_rank[name] for of_rank in run_once(_run, 2)] == [set(), set()]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +108,6 @@ def test_a_lookup_beside_backward_does_not_race(name: str) -> None:
     ],
 )
 def test_a_careless_lookup_is_found(name: str, races: list[str]) -> None:
-    for of_rank in _by_rank():
+    for of_rank in run_once(_run, 2):
         for race in races:
             assert any(race in found for found in of_rank[name]), of_rank[name]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
 from torchrec.distributed.types import ShardedTensor, ShardingEnv, ShardingPlan
@@ -28,6 +28,7 @@ from benchmarks.reliability.small_trainer import SmallTrainer
 from benchmarks.reliability.whole_state import differences, join_state
 from tests.sharding.jobs import shards_of
 from tests.support.placing import CPU, place
+from tests.support.tables import Table, bags_of
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, HotColdParams
 from torchrec_picasso.app.checkpoints.plain_file import read_plain
 from torchrec_picasso.app.checkpoints.write import save_checkpoint
@@ -91,19 +92,9 @@ def _quantized(model: nn.Module) -> nn.Module:
 
 def _tables(dtype: DataType = DataType.FP32) -> EmbeddingBagCollection:
     torch.manual_seed(3)
-    return EmbeddingBagCollection(
-        device=CPU,
-        tables=[
-            EmbeddingBagConfig(
-                name=name,
-                num_embeddings=rows,
-                embedding_dim=16,
-                feature_names=["user"],
-                data_type=dtype,
-            )
-            for name, rows in (("ours", 40), ("bags", 7), ("cut", 9), ("one", 5), ("same", 6))
-        ],
-    )
+    rows = {"ours": 40, "bags": 7, "cut": 9, "one": 5, "same": 6}
+    tables = [Table(name, 16, number, ("user",)) for name, number in rows.items()]
+    return bags_of(tables, data_type=dtype)
 
 
 def save_mixed_tables(rank: int, world_size: int, kind: str, folder: str) -> None:

@@ -25,8 +25,7 @@ from tests.sharding.sequence_jobs import (
     train_sequences,
 )
 from tests.support.shared_run import run_once
-from tests.train_pipeline.drivers import make_driver
-from tests.train_pipeline.runs import pipeline_of, plain_steps, run_to_the_end
+from tests.train_pipeline.runs import make_driver, pipeline_of, plain_steps, run_to_the_end
 from torchrec_picasso.errors import InputError
 
 WIRE_RTOL, WIRE_ATOL = 2e-2, 2e-2

@@ -19,7 +19,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 from torchrec.modules.embedding_configs import DataType
 
-from tests.storage.test_memory_layout import config_of
+from tests.storage.test_row_tables import config_of
 from torchrec_picasso import CompatError
 from torchrec_picasso.storage.exactness import check_exact
 from torchrec_picasso.storage.row_tables import RowTables, choose_memory

@@ -13,7 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 from torchrec.modules.embedding_configs import DataType
 
-from tests.storage.test_memory_layout import config_of
+from tests.storage.test_row_tables import config_of, filled
 from tests.support.dense_updates import OPTIMIZERS, DenseUpdate
 from torchrec_picasso.storage import row_tables, row_updates
 from torchrec_picasso.storage.row_tables import RowTables, choose_memory
@@ -24,9 +24,7 @@ ROWS, NUM_HOT, STEPS = 300, 20, 6
 SETTINGS = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.3, "eps": 1e-3}
 
 
-def _tables(
-    dim: int, num_hot: int, by_fbgemm: bool, settings: dict[str, Any] = SETTINGS
-) -> RowTables:
+def _tables(dim: int, num_hot: int, by_fbgemm: bool, settings: Any = SETTINGS) -> RowTables:
     config = config_of((ROWS,), dim=dim)
     config.data_type, config.fused_params = DataType.FP32, dict(settings)
     with pytest.MonkeyPatch.context() as patch:
@@ -34,10 +32,7 @@ def _tables(
         if by_fbgemm:
             patch.setattr(row_tables, "row_update", lambda *_, **__: None)
         tables = RowTables(config, choose_memory(config, CPU, num_hot), CPU)
-    generator = torch.Generator().manual_seed(0)
-    for rows in (tables.weights.homes, tables.weights.replicas):
-        rows.copy_(torch.randn(rows.shape, generator=generator))
-    return tables
+    return filled(tables)
 
 
 def _left(tables: RowTables) -> list[Tensor]:

@@ -2,15 +2,22 @@
 
 Every row of a table is computed in float64, and those that were not looked up are put back. Nothing
 is gathered, nothing is done in place, and all constants are float32 as a kernel's arguments are.
+With them an unsharded model is trained on every rank, gradients averaged over ranks.
 
 Source: FBGEMM ``codegen/genscript/optimizers.py``, the ``split_weight_update`` of each optimizer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+
+from tests.sharding.jobs import Result, Table
 
 OPTIMIZERS = ("adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb")
 
@@ -56,3 +63,42 @@ class DenseUpdate:
     @staticmethod
     def _put(into: Tensor, new: Tensor, is_touched: Tensor) -> None:
         into.copy_(torch.where(is_touched if into.dim() == 1 else is_touched[:, None], new, into))
+
+
+def train_unsharded(
+    model: nn.Module, batches: Sequence[Batch], tables: Sequence[Table], **optimizer: Any
+) -> tuple[Result, list[Tensor]]:
+    """What is left behind, and each step's output; settings are those of :class:`DenseUpdate`."""
+    weights = {n: p for n, p in model.named_parameters() if ".embedding" in n}
+    features_of = {table.name: table.features for table in tables}
+    updates = {n: DenseUpdate(**optimizer) for n in weights}
+    dense = torch.optim.SGD([p for n, p in model.named_parameters() if n not in weights], lr=0.05)
+    outputs: list[Tensor] = []
+    for batch in batches:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        outputs.append(torch.zeros(0))
+        if len(batch.labels):  # TorchRec's own collections take no batch without samples
+            loss, outputs[-1] = model(batch)
+            loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        for n, weight in weights.items():
+            looked_up = [batch.sparse_features[f].values() for f in features_of[n.split(".")[-2]]]
+            num_uses = torch.bincount(torch.cat(looked_up), minlength=len(weight))
+            dist.all_reduce(num_uses)
+            updates[n].step(weight.detach(), weight.grad, num_uses > 0)
+        dense.step()
+    states = {}
+    for n, update in updates.items():
+        table = n.split(".")[-2]
+        states[f"{n}/{table}.momentum1"] = _whole(update.exp_avg)
+        states[f"{n}/{table}.exp_avg_sq"] = _whole(update.exp_avg_sq)
+    kept = {n: _whole(weight) for n, weight in weights.items()}
+    others = {n: p.detach() for n, p in model.named_parameters() if n not in weights}
+    return Result([], kept, states, others, replicas=[]), outputs
+
+
+def _whole(value: Tensor | None) -> list[tuple[tuple[int, ...], Tensor]]:
+    return [((0,) * value.dim(), value.detach())]

@@ -140,9 +140,7 @@ class PretendedDevice(TorchDispatchMode):
         self.mixed: Counter[str] = Counter()
         """Operators with tensors of both."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         is_here = any(isinstance(leaf, OnDevice) for leaf in leaves)

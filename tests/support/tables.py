@@ -6,7 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchrec import PoolingType
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    PoolingType,
+)
+from torchrec.distributed.embedding_types import (
+    EmbeddingComputeKernel,
+    GroupedEmbeddingConfig,
+    ShardedEmbeddingTable,
+)
+from torchrec.modules.embedding_configs import DataType
 
 from torchrec_picasso.frequency import FrequencyStats, TableCounts
 
@@ -39,6 +51,29 @@ def configs_of(kind: type, tables: Iterable[Table], **more: Any) -> list[Any]:
         )
         for table in tables
     ]
+
+
+def bags_of(
+    tables: Iterable[Table], device: str = "cpu", *, is_weighted: bool = False, **more: Any
+) -> EmbeddingBagCollection:
+    configs = configs_of(EmbeddingBagConfig, tables, **more)
+    return EmbeddingBagCollection(configs, is_weighted, torch.device(device))
+
+
+def sequences_of(
+    tables: Iterable[Table], device: str = "cpu", *, need_indices: bool = False, **more: Any
+) -> EmbeddingCollection:
+    configs = configs_of(EmbeddingConfig, tables, **more)
+    return EmbeddingCollection(configs, torch.device(device), need_indices)
+
+
+def pack_of(
+    tables: list[ShardedEmbeddingTable],
+    kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
+    **more: Any,
+) -> GroupedEmbeddingConfig:
+    kind = DataType.FP32, PoolingType.SUM
+    return GroupedEmbeddingConfig(*kind, False, False, kernel, tables, **more)
 
 
 def stats_of(

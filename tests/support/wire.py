@@ -17,10 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True)
 class Message:
-    """Elements that left this rank in one call.
-
-    ``peer`` is a rank of the group; -1 = a reduction with all of them.
-    """
+    """Elements that left this rank in one call, to a rank of the group or (-1) to all."""
 
     kind: str
     dtype: str

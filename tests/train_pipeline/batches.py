@@ -69,9 +69,7 @@ def batches(num_samples: int) -> st.SearchStrategy[Any]:
         kjts(num_samples).map(lambda kjt: kjt[kjt.keys()[0]]),
         st.lists(st.integers(0, 3), max_size=2).map(lambda shape: torch.rand(num_samples, *shape)),
         st.just(torch.arange(num_samples)),
-        st.just(
-            KeyedTensor(["x", "y"], [1, 2], torch.arange(num_samples * 3).view(num_samples, 3))
-        ),
+        st.just(KeyedTensor(["x", "y"], [1, 2], torch.arange(num_samples * 3).view(-1, 3))),
         st.just(torch.tensor(0.5)),
         st.just(torch.tensor(7)),
         st.sampled_from([None, "name", 3, 2.5, True, torch.float32]),

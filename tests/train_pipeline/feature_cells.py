@@ -17,13 +17,7 @@ import torchrec
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    KeyedJaggedTensor,
-)
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel, model_parallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -40,8 +34,9 @@ from torchrec.modules.feature_processor_ import (
 )
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from tests.sharding.jobs import Result, Table, configs_of, keys_of, load_whole, result_of_module
+from tests.sharding.jobs import Result, Table, keys_of, load_whole, result_of_module
 from tests.support.placing import CPU, place
+from tests.support.tables import bags_of, sequences_of
 from tests.train_pipeline.runs import run_to_the_end
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
@@ -156,15 +151,11 @@ def pooled_by(output: Any, keys: Sequence[str], with_ids: bool = False) -> list[
 
 def collection(feature: Feature, kind: str, tables: Sequence[Table]) -> nn.Module:
     """An unsharded collection; its processors start at different weights."""
-
-    is_bags = kind == "bags"
-    config = EmbeddingBagConfig if is_bags else EmbeddingConfig
-    configs = configs_of(config, tables, data_type=feature.data_type)
-    if not is_bags:
-        return EmbeddingCollection(tables=configs, need_indices=feature.need_indices, device=CPU)
-    bags = EmbeddingBagCollection(
-        tables=configs, is_weighted=feature.weighted or feature.processors is not None, device=CPU
-    )
+    data_type = feature.data_type
+    if kind != "bags":
+        return sequences_of(tables, need_indices=feature.need_indices, data_type=data_type)
+    weighted = feature.weighted or feature.processors is not None
+    bags = bags_of(tables, is_weighted=weighted, data_type=data_type)
     if feature.processors is None:
         return bags
     names = sorted({name for table in tables for name in table.features})
@@ -327,13 +318,16 @@ def run_cell(
         return Outcome(error=f"{type(error).__name__}: {error}")
 
 
+def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    weights = [p for name, p in model.named_parameters() if ".t_" not in name]
+    return torch.optim.SGD(weights, lr=0.05)
+
+
 def _run(
     feature: Feature, kind: str, rank: int, is_ours: bool, num_micro_batches: int | None
 ) -> Outcome:
     model = build(feature, kind, is_ours)
-    dense = torch.optim.SGD(
-        [p for name, p in model.named_parameters() if ".t_" not in name], lr=0.05
-    )
+    dense = dense_optimizer(model)
     options = dict(feature.options)
     pipeline: Any
     if num_micro_batches == 0:

@@ -31,8 +31,9 @@ from torchrec.modules.mc_modules import (
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.optim import optimizers
 
-from tests.sharding.jobs import CPU, RowWiseOnCpuSharder, Table
-from tests.support.unsharded import train_unsharded
+from tests.sharding.jobs import RowWiseOnCpuSharder, Table
+from tests.support.dense_updates import train_unsharded
+from tests.support.placing import CPU
 from tests.train_pipeline.feature_cells import (
     NUM_EVALUATED,
     NUM_TRAINED,
@@ -160,14 +161,7 @@ class _ManagedCollision(Two):
         inner, (managed,) = collection(feature, self.kind, tables), tables
         configs = getattr(inner, f"embedding_{'bag_' * (self.kind == 'bags')}configs")()
         configs[0].init_fn = torch.nn.init.ones_  # of rows that are taken over; else it draws
-        module = MCHManagedCollisionModule(
-            zch_size=managed.rows,
-            device=CPU,
-            eviction_policy=DistanceLFU_EvictionPolicy(),
-            eviction_interval=2,
-            input_hash_size=1000,
-        )
-        collisions = ManagedCollisionCollection({managed.name: module}, configs)
+        collisions = ManagedCollisionCollection({managed.name: managed_ids(managed.rows)}, configs)
         return MANAGED[self.kind](inner, collisions)
 
     def look_up_more(self, features: KeyedJaggedTensor) -> Any:
@@ -187,6 +181,12 @@ class _Fused(Two):
             optimizer_kwargs=dict(feature.optimizer_kwargs),
             device=CPU,
         )
+
+
+def managed_ids(rows: int, **more: Any) -> MCHManagedCollisionModule:
+    """Raw ids below 1000 on their way to rows."""
+    evicts: Any = {"eviction_policy": DistanceLFU_EvictionPolicy(), "eviction_interval": 2}
+    return MCHManagedCollisionModule(rows, CPU, input_hash_size=1000, **evicts, **more)
 
 
 MANAGED: dict[str, Any] = {

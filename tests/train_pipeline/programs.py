@@ -19,13 +19,7 @@ import torchrec
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    KeyedJaggedTensor,
-)
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -37,9 +31,10 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from tests.sharding.jobs import Result, Table, configs_of, load_whole, local_shards, whole
+from tests.sharding.jobs import Result, Table, load_whole, local_shards, whole
 from tests.support.placing import CPU, distribute, place
 from tests.support.shared_run import run_once
+from tests.support.tables import bags_of, sequences_of
 from tests.train_pipeline.runs import ATOL, RTOL
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
@@ -52,26 +47,22 @@ DIM, ROWS, MAX_LENGTH, SAMPLES = 4, 30, 4, 256
 FEATURES = ("f", "g", "h")
 
 
-def _tables(config: type, features: Sequence[str]) -> list[Any]:
-    """A table for each feature."""
-    return configs_of(config, [Table(f"t_{name}", DIM, ROWS, (name,)) for name in features])
+def _tables(features: Sequence[str]) -> list[Table]:
+    return [Table(f"t_{name}", DIM, ROWS, (name,)) for name in features]
 
 
 def ebc(*features: str, weighted: bool = False) -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(
-        device=CPU, is_weighted=weighted, tables=_tables(EmbeddingBagConfig, features)
-    )
+    return bags_of(_tables(features), is_weighted=weighted)
 
 
 def processed(*features: str) -> FeatureProcessedEmbeddingBagCollection:
     processors = {name: PositionWeightedModule(max_feature_length=MAX_LENGTH) for name in features}
-    return FeatureProcessedEmbeddingBagCollection(
-        ebc(*features, weighted=True), nn.ModuleDict(processors)
-    )
+    tables = ebc(*features, weighted=True)
+    return FeatureProcessedEmbeddingBagCollection(tables, nn.ModuleDict(processors))
 
 
 def sequences(*features: str) -> EmbeddingCollection:
-    return EmbeddingCollection(device=CPU, tables=_tables(EmbeddingConfig, features))
+    return sequences_of(_tables(features))
 
 
 def build(
@@ -83,10 +74,7 @@ def build(
     wrapper: DataParallelWrapper | None = None,
     planned: int | None = None,
 ) -> DistributedModelParallel:
-    """Shards a model; bags are hot/cold but for the listed tables, or all TorchRec's (``None``).
-
-    ``planned``: micro-batches that the plan was priced for.
-    """
+    """Shards a model; bags are hot/cold but for the listed tables, or all TorchRec's (``None``)."""
     hot_cold = HotColdEmbeddingBagCollectionSharder()
     sharders = {
         EmbeddingBagCollection: EmbeddingBagCollectionSharder() if stock is None else hot_cold,
@@ -210,6 +198,11 @@ class Head(nn.Module):
 
     def output(self, out: Tensor, batch: Batch) -> Any:
         return out.detach()
+
+
+def changed(base: type[Head] = Head, **methods: Any) -> type[Head]:
+    """A head with other methods, which get it first."""
+    return type("Changed", (base,), methods)
 
 
 @dataclass(frozen=True, kw_only=True)

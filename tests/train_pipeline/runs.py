@@ -1,4 +1,4 @@
-"""One job trained by the plain loop and by the interleaved pipeline, from given batches."""
+"""One job trained by the plain loop, by TorchRec's own pipeline, and by ours with each setting."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,34 +8,27 @@ import torch
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.train_pipeline import TrainPipeline
+from torchrec.distributed.train_pipeline import TrainPipeline, TrainPipelineSparseDist
 
-from tests.sharding.jobs import (
-    ATOL,
-    CPU,
-    RTOL,
-    Job,
-    Result,
-    assert_same_results,
-    dense_optimizer,
-    make_batch,
-)
+from tests.sharding import jobs
+from tests.sharding.jobs import ATOL, RTOL
+from tests.support.placing import CPU
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.batches.split import split_batch
 
 
-def batches_of(job: Job, rank: int, steps: Iterable[int]) -> list[Batch]:
-    return [make_batch(job, rank, step) for step in steps]
+def batches_of(job: jobs.Job, rank: int, steps: Iterable[int]) -> list[Batch]:
+    return [jobs.make_batch(job, rank, step) for step in steps]
 
 
-def empty_of(job: Job) -> Batch:
+def empty_of(job: jobs.Job) -> Batch:
     """A batch of no samples."""
-    batch = make_batch(job, 0, 0)
+    batch = jobs.make_batch(job, 0, 0)
     return split_batch(batch, [0, len(batch.labels)])[0]
 
 
 def pipeline_of(model: DistributedModelParallel, **settings: Any) -> InterleavedTrainPipeline:
-    settings = {"loss_reduction": "sum", "optimizer": dense_optimizer(model), **settings}
+    settings = {"loss_reduction": "sum", "optimizer": jobs.dense_optimizer(model), **settings}
     return InterleavedTrainPipeline(model, device=CPU, **settings)
 
 
@@ -56,7 +49,7 @@ def plain_steps(
     before_step: Callable[[int], None] = lambda step: None,
 ) -> list[Tensor]:
     """The plain loop; without gradients if the model is in evaluation."""
-    optimizer = optimizer or dense_optimizer(model)
+    optimizer = optimizer or jobs.dense_optimizer(model)
     outputs = []
     for step, batch in enumerate(batches):
         before_step(step)
@@ -84,7 +77,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-Run = tuple[Result, list[Tensor]]
+Run = tuple[jobs.Result, list[Tensor]]
 """What a run leaves behind on a rank, and the output of each step."""
 
 
@@ -94,5 +87,38 @@ def compare_runs(
     """Compares two of the runs that each rank has, by their keys."""
     results, outputs = zip(*(of_rank[mine] for of_rank in by_rank))
     expected_results, expected_outputs = zip(*(of_rank[expected] for of_rank in by_rank))
-    assert_same_results(results, expected_results, rtol, atol)
+    jobs.assert_same_results(results, expected_results, rtol, atol)
     torch.testing.assert_close(outputs, expected_outputs, rtol=rtol, atol=atol)
+
+
+Driver = tuple[int, bool] | None
+"""Micro-batches and lookahead of ours; ``None`` = ``TrainPipelineSparseDist``."""
+
+SETTINGS_OF: dict[int, tuple[tuple[int, bool], ...]] = {
+    2: ((1, False), (1, True), (2, True), (4, False), (4, True)),
+    3: ((1, True), (4, True)),
+}
+"""By number of ranks. A third rank changes who sends to whom, and nothing of a setting: on three,
+those that differ most."""
+DRIVERS_OF: dict[int, tuple[Driver, ...]] = {n: (None, *of) for n, of in SETTINGS_OF.items()}
+"""By number of ranks."""
+DRIVERS = DRIVERS_OF[2]
+
+
+def make_driver(driver: Driver, model: DistributedModelParallel) -> Any:
+    if driver is None:
+        return TrainPipelineSparseDist(model, jobs.dense_optimizer(model), CPU)
+    num_micro_batches, lookahead = driver
+    return pipeline_of(model, num_micro_batches=num_micro_batches, lookahead=lookahead)
+
+
+def train_job(
+    job: jobs.Job, driver: Driver, rank: int, world_size: int, dtype: torch.dtype = torch.float32
+) -> Run:
+    """What a new model's training leaves behind, and its outputs; ``dtype`` is torch's default."""
+    model, batches = jobs.build(job, rank, world_size), batches_of(job, rank, range(job.num_steps))
+    pipeline = make_driver(driver, model)
+    with default_dtype(dtype):
+        outputs = run_to_the_end(pipeline, iter(batches))
+    assert driver is None or pipeline.summary().startswith("ebc: interleaved")
+    return jobs.result_of(model, []), outputs

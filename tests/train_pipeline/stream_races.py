@@ -62,8 +62,6 @@ class RaceDetector(TorchDispatchMode):
         # by stream: up to when it knows what each other stream has done
         self._knows: dict[int, dict[int, int]] = {stream.stream_id: {} for stream in streams}
 
-    # -- the device's module, as far as pipelines use it ---------------------------------------
-
     def current_stream(self) -> torch.Stream:
         return self._current
 
@@ -86,9 +84,7 @@ class RaceDetector(TorchDispatchMode):
 
         started = Ranks.start_all_to_all
 
-        def start_all_to_all(
-            ranks: Ranks, output_m: Tensor, input_n: Tensor, *sizes: Any
-        ) -> Pending:
+        def start_all_to_all(ranks: Any, output_m: Tensor, input_n: Tensor, *sizes: Any) -> Pending:
             self._check_use(input_n, self._current.stream_id, "all-to-all")
             return self._watch(started(ranks, output_m, input_n, *sizes), output_m, input_n)
 
@@ -142,11 +138,7 @@ class RaceDetector(TorchDispatchMode):
         """Tells of a write that the operator does not tell of."""
         self._note_write(tensor, self._current.stream_id)
 
-    # ------------------------------------------------------------------------------------------
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._time += 1
         stream = self._current.stream_id
         self.num_ops[stream] += 1

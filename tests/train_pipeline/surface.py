@@ -41,18 +41,14 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 from torchrec.modules.itep_modules import GenericITEPModule
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-from torchrec.modules.mc_modules import (
-    DistanceLFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
+from torchrec.modules.mc_modules import ManagedCollisionCollection
 from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
 
 from tests.sharding.jobs import RowWiseOnCpuSharder, load_whole, local_shards, result_of_module
 from tests.support.placing import CPU, distribute, place, world_env
 from tests.train_pipeline import feature_cells
-from tests.train_pipeline.feature_cells import MODULES, Feature, batch_of, build
-from tests.train_pipeline.features import managed_collision_sharders
+from tests.train_pipeline.feature_cells import MODULES, Feature, batch_of, build, dense_optimizer
+from tests.train_pipeline.features import managed_collision_sharders, managed_ids
 from tests.train_pipeline.runs import run_to_the_end
 from torchrec_picasso import (
     HotColdEmbeddingBagCollectionSharder,
@@ -97,6 +93,16 @@ class _Event:
     def wait(self, *args: Any) -> None: ...
 
 
+def read_tracker(tracker: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """Ids and states that a delta tracker has of each table, by id."""
+    found = {}
+    for name, rows in sorted(tracker.get_unique().items()):
+        order = rows.ids.argsort()
+        states = None if rows.states is None else rows.states[order].detach().clone()
+        found[name] = rows.ids[order].clone(), states
+    return found
+
+
 @contextlib.contextmanager
 def idle_streams() -> Iterator[None]:
     """Lets code for a GPU's streams run on the CPU, all in one order."""
@@ -120,14 +126,6 @@ def idle_streams() -> Iterator[None]:
         yield
 
 
-# -- pipelines and wrappers ------------------------------------------------------------------------
-
-
-def _dense(model: nn.Module) -> torch.optim.Optimizer:
-    weights = [p for name, p in model.named_parameters() if ".t_" not in name]
-    return torch.optim.SGD(weights, lr=0.05)
-
-
 def _left(model: Any, outputs: Sequence[Tensor]) -> Any:
     result = result_of_module(model, [], MODULES)
     return list(outputs), result.weights, result.states, result.dense
@@ -140,7 +138,7 @@ def _pipeline(make: Callable[..., Any], *, evaluates: bool = False) -> Run:
         left = []
         for kind in KINDS:
             model = build(ALIKE, kind, is_ours).train(not evaluates)
-            pipeline = make(model, _dense(model), CPU)
+            pipeline = make(model, dense_optimizer(model), CPU)
             batches = iter([batch_of(ALIKE, rank, step, True) for step in range(NUM_STEPS)])
             with torch.set_grad_enabled(not evaluates):
                 left.append(_left(model, run_to_the_end(pipeline, batches)))
@@ -215,7 +213,7 @@ def _accumulating(ours: bool, num_micro_batches: int | None = None, steps_before
 
     def run(rank: int, is_ours: bool) -> Any:
         model = build(ALIKE, "bags", is_ours)
-        dense = _dense(model)
+        dense = dense_optimizer(model)
         pipeline: Any = pipelines.TrainPipelineSparseDist(model, dense, CPU)
         if ours and is_ours:
             pipeline = InterleavedTrainPipeline(
@@ -245,21 +243,15 @@ def _tracked(kind: str, mode: TrackingMode) -> Run:
     def run(rank: int, is_ours: bool) -> Any:
         model = build(feature, kind, is_ours)
         tracker: Any = model.init_torchrec_delta_tracker(DeltaTrackerConfig(tracking_mode=mode))
-        pipeline = pipelines.TrainPipelineSparseDist(model, _dense(model), CPU)
+        pipeline = pipelines.TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
         batches = iter([batch_of(feature, rank, step, True) for step in range(NUM_STEPS)])
         told = []
         for _ in range(NUM_STEPS):
             pipeline.progress(batches)
-            for rows in tracker.get_unique().values():
-                order = rows.ids.argsort()
-                states = () if rows.states is None else (rows.states[order].detach().clone(),)
-                told.append((rows.ids[order], *states))
+            told.append(read_tracker(tracker))
         return told
 
     return run
-
-
-# -- modules, kernels and flags --------------------------------------------------------------------
 
 
 TABLE = {"name": "t_a", "embedding_dim": 8, "num_embeddings": 30, "feature_names": ["f"]}
@@ -308,16 +300,9 @@ def _bags(**flags: Any) -> EmbeddingBagCollection:
 
 
 def _managed() -> nn.Module:
-    module = MCHManagedCollisionModule(
-        zch_size=30,
-        device=CPU,
-        eviction_policy=DistanceLFU_EvictionPolicy(),
-        eviction_interval=2,
-        input_hash_size=1000,
-        buckets=2,
-    )
     bags = _bags()
-    managed = ManagedCollisionCollection({"t_a": module}, bags.embedding_bag_configs())
+    configs = bags.embedding_bag_configs()
+    managed = ManagedCollisionCollection({"t_a": managed_ids(30, buckets=2)}, configs)
     return ManagedCollisionEmbeddingBagCollection(bags, managed)
 
 

@@ -21,39 +21,36 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sharding.jobs import (
-    ATOL,
-    OPTIMIZERS,
-    PLAIN,
-    RTOL,
-    Job,
-    Model,
-    Table,
-    build,
-    make_batch,
-    result_of,
-    whole,
-)
+from tests.sharding import jobs
 from tests.support.dense_updates import OPTIMIZERS as NOT_IN_FBGEMM
+from tests.support.dense_updates import train_unsharded
 from tests.support.shared_run import run_once
-from tests.support.unsharded import train_unsharded
-from tests.train_pipeline.drivers import DRIVERS_OF, SETTINGS_OF, Driver, train_job
-from tests.train_pipeline.runs import Run, batches_of, compare_runs, default_dtype, plain_steps
+from tests.train_pipeline.runs import (
+    DRIVERS_OF,
+    SETTINGS_OF,
+    Driver,
+    Run,
+    batches_of,
+    compare_runs,
+    default_dtype,
+    plain_steps,
+    train_job,
+)
 
 NUM_STEPS = 5
 
 MIXED_DIMS = (
-    Table("a", 8, 50, ("f0",)),
-    Table("b", 16, 3, ("f1", "f2"), mean=True),
-    Table("two_rows", 16, 2, ("f0", "f4")),
-    Table("d", 4, 40, ("f5",), mean=True),
+    jobs.Table("a", 8, 50, ("f0",)),
+    jobs.Table("b", 16, 3, ("f1", "f2"), mean=True),
+    jobs.Table("two_rows", 16, 2, ("f0", "f4")),
+    jobs.Table("d", 4, 40, ("f5",), mean=True),
 )
 """Two features of one table, one feature of two tables, fewer rows than ranks."""
 
 FOUR_ROWS = (
-    Table("a", 8, 50, ("f0",)),
-    Table("b", 16, 4, ("f1", "f2"), mean=True),
-    Table("c", 16, 20, ("f0", "f3")),
+    jobs.Table("a", 8, 50, ("f0",)),
+    jobs.Table("b", 16, 4, ("f1", "f2"), mean=True),
+    jobs.Table("c", 16, 20, ("f0", "f3")),
 )
 
 OPTIMIZER_KWARGS = {
@@ -73,7 +70,7 @@ HOT: dict[str, Any] = {"*": 2, "b": 1}
 class Comparison:
     """A job of ours, and the stock placement that it is compared with, or ``unsharded``."""
 
-    job: Job
+    job: jobs.Job
     stock: str
     dtype: torch.dtype = torch.float32
     """torch's default while it trains."""
@@ -92,7 +89,7 @@ def _comparisons() -> dict[str, Comparison]:
     """
     found = {}
     for optimizer, kwargs in OPTIMIZER_KWARGS.items():
-        base = Job(
+        base = jobs.Job(
             placement=HOT,
             tables=MIXED_DIMS,
             optimizer=optimizer,
@@ -107,7 +104,7 @@ def _comparisons() -> dict[str, Comparison]:
             found[f"{optimizer}/unsharded"] = Comparison(job, "unsharded")
             continue
         # stock row-wise is right on the CPU here only: one dim, no table smaller than 3 ranks
-        weighted = replace(base, tables=PLAIN, weighted=True, seed=1)
+        weighted = replace(base, tables=jobs.PLAIN, weighted=True, seed=1)
         found[f"{optimizer}/table_wise"] = Comparison(base, "table_wise")
         found[f"{optimizer}/weighted/row_wise"] = Comparison(weighted, "row_wise")
         bags = {"*": "bags"} if optimizer == "sgd" else {"*": "bags", "a": 2, "two_rows": 0}
@@ -149,12 +146,12 @@ def _stock(comparison: Comparison, rank: int, world_size: int) -> Run:
     batches = batches_of(job, rank, range(job.num_steps))
     if comparison.stock == "unsharded":
         optimizer = {"name": job.optimizer, **job.optimizer_kwargs}
-        return train_unsharded(Model(job), batches, job.tables, **optimizer)
+        return train_unsharded(jobs.Model(job), batches, job.tables, **optimizer)
     if comparison.stock == "row_wise":
-        model = build(job, rank, world_size)
+        model = jobs.build(job, rank, world_size)
         with default_dtype(comparison.dtype):
             outputs = plain_steps(model, batches)
-        return result_of(model, []), outputs
+        return jobs.result_of(model, []), outputs
     return train_job(job, None, rank, world_size, comparison.dtype)  # fused in backward
 
 
@@ -176,7 +173,7 @@ def test_trains_as_stock(world_size: int, name: str, driver: Driver) -> None:
         assert len(outputs) == NUM_STEPS
         assert all(output.isfinite().all() for output in outputs)
     tables = {table.name for table in COMPARISONS[name].job.tables}
-    weights = whole([result for result, _ in stock], "weights")
+    weights = jobs.whole([result for result, _ in stock], "weights")
     assert {key.split(".")[-2] for key in weights} == tables
     compare_runs(by_rank, (name, driver), (name, "stock"))
 
@@ -185,11 +182,13 @@ def test_trains_as_stock(world_size: int, name: str, driver: Driver) -> None:
 def test_the_comparison_is_of_something(name: str) -> None:
     """Training moves every table, so that a step not taken would show; some bags are empty."""
     job = COMPARISONS[name].job
-    first = Model(job).state_dict()
+    first = jobs.Model(job).state_dict()
     stock = [of_rank[name, "stock"][0] for of_rank in run_once(_run, 2)]
-    for key, trained in whole(stock, "weights").items():
-        assert (trained - first[key]).abs().max() > 100 * (ATOL + RTOL * trained.abs().max()), key
-    lengths = make_batch(job, 0, 0).sparse_features.lengths()
+    for key, trained in jobs.whole(stock, "weights").items():
+        assert (trained - first[key]).abs().max() > 100 * (
+            jobs.ATOL + jobs.RTOL * trained.abs().max()
+        ), key
+    lengths = jobs.make_batch(job, 0, 0).sparse_features.lengths()
     assert (lengths == 0).any()
     assert (lengths > 1).any()
 
@@ -197,4 +196,4 @@ def test_the_comparison_is_of_something(name: str) -> None:
 def test_every_optimizer_is_compared() -> None:
     """Those that FBGEMM has on the CPU."""
     compared = {c.job.optimizer for c in COMPARISONS.values() if c.stock != "unsharded"}
-    assert compared == set(OPTIMIZERS) - {"lars", *NOT_IN_FBGEMM}
+    assert compared == set(jobs.OPTIMIZERS) - {"lars", *NOT_IN_FBGEMM}

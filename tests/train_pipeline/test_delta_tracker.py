@@ -14,10 +14,19 @@ from torch import Tensor
 from torchrec.distributed.model_tracker.types import DeltaTrackerConfig, TrackingMode
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
-from tests.train_pipeline.feature_cells import CPU, TABLES, Feature, batch_of, build
+from tests.train_pipeline.feature_cells import (
+    CPU,
+    TABLES,
+    Feature,
+    batch_of,
+    build,
+    dense_optimizer,
+)
 from tests.train_pipeline.features import SHARED
 from tests.train_pipeline.runs import pipeline_of
+from tests.train_pipeline.surface import read_tracker
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import CompatError
 
@@ -53,20 +62,11 @@ first step."""
 Read = dict[str, tuple[Tensor, Tensor | None]]
 
 
-def _read(tracker: Any) -> Read:
-    found = {}
-    for name, rows in sorted(tracker.get_unique().items()):
-        order = rows.ids.argsort()
-        states = None if rows.states is None else rows.states[order].detach().clone()
-        found[name] = rows.ids[order].clone(), states
-    return found
-
-
 def _run(rank: int, case: str, driver: str) -> list[Read]:
     kind, hot_rows, mode, options = CASES[case]
     feature = Feature(case, hot_rows=hot_rows, **APART)
     model = build(feature, kind, driver != "stock")
-    dense = torch.optim.SGD([p for n, p in model.named_parameters() if ".t_" not in n], lr=0.05)
+    dense = dense_optimizer(model)
     config = DeltaTrackerConfig(tracking_mode=mode, **options)
     pipeline: Any = TrainPipelineSparseDist(model, dense, CPU)
     if driver not in ("stock", "SparseDist"):
@@ -78,7 +78,7 @@ def _run(rank: int, case: str, driver: str) -> list[Read]:
     for step in range(NUM_STEPS):
         pipeline.progress(batches)
         if step in READ_AFTER and tracker is not None:
-            reads.append(_read(tracker))
+            reads.append(read_tracker(tracker))
         tracker = tracker or model.init_torchrec_delta_tracker(config)
     return reads
 
@@ -119,7 +119,7 @@ def _momentum(rank: int, world_size: int) -> tuple[list[Any], Any, str]:
             before[-1][path.split(".")[-2]] = shard.tensor.clone()
         loss, _ = model(batch)
         loss.backward()
-        tracked.append({name.split(".")[-1]: rows for name, rows in _read(tracker).items()})
+        tracked.append({name.split(".")[-1]: rows for name, rows in read_tracker(tracker).items()})
     return tracked, before, error
 
 
@@ -145,9 +145,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
         if mode is not None:
             config = DeltaTrackerConfig(tracking_mode=mode)
             ask = partial(model.init_torchrec_delta_tracker, config)
-        with pytest.raises(CompatError) as refused:
-            ask()
-        told.append(str(refused.value))
+        told.append(refusal(CompatError, ask))
     return told
 
 

@@ -12,12 +12,12 @@ from torchrec.distributed import DistributedModelParallel
 
 from tests.sharding.jobs import ODD, PLAIN, Job, build, result_of
 from tests.support.shared_run import run_once
-from tests.train_pipeline.drivers import make_driver
 from tests.train_pipeline.runs import (
     Run,
     batches_of,
     compare_runs,
     empty_of,
+    make_driver,
     pipeline_of,
     plain_steps,
     run_to_the_end,

@@ -20,15 +20,8 @@ import torch
 
 from tests.sharding.jobs import ATOL, ODD, PLAIN, RTOL, Job, Table, build, result_of
 from tests.support.shared_run import run_once
-from tests.train_pipeline.drivers import SETTINGS_OF, train_job
-from tests.train_pipeline.runs import (
-    Run,
-    batches_of,
-    compare_runs,
-    pipeline_of,
-    plain_steps,
-    run_to_the_end,
-)
+from tests.train_pipeline import runs
+from tests.train_pipeline.runs import SETTINGS_OF, train_job
 from torchrec_picasso import Refresh
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
@@ -64,14 +57,14 @@ CASES = [
 ]
 
 
-def _plain(job: Job, rank: int, world_size: int) -> Run:
+def _plain(job: Job, rank: int, world_size: int) -> runs.Run:
     model = build(job, rank, world_size)
-    outputs = plain_steps(model, batches_of(job, rank, range(job.num_steps)))
+    outputs = runs.plain_steps(model, runs.batches_of(job, rank, range(job.num_steps)))
     return result_of(model, []), outputs
 
 
-def _run(rank: int, world_size: int) -> dict[Any, Run]:
-    found: dict[Any, Run] = {}
+def _run(rank: int, world_size: int) -> dict[Any, runs.Run]:
+    found: dict[Any, runs.Run] = {}
     for name in JOBS_OF[world_size]:
         found[name, "plain"] = _plain(JOBS[name], rank, world_size)
         for setting in SETTINGS_OF[world_size]:
@@ -85,7 +78,7 @@ def _run(rank: int, world_size: int) -> dict[Any, Run]:
 def test_trains_as_the_plain_loop(world_size: int, name: str, setting: tuple[int, bool]) -> None:
     rtol, atol = TOLERANCES.get(name, (RTOL, ATOL))
     by_rank = run_once(_run, world_size)
-    compare_runs(by_rank, (name, setting), (name, "plain"), rtol=rtol, atol=atol)
+    runs.compare_runs(by_rank, (name, setting), (name, "plain"), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -94,13 +87,13 @@ def test_trains_as_the_plain_loop(world_size: int, name: str, setting: tuple[int
 )
 def test_looking_ahead_changes_nothing(world_size: int, name: str, num_micro_batches: int) -> None:
     keys = ((name, (num_micro_batches, ahead)) for ahead in (True, False))
-    compare_runs(run_once(_run, world_size), *keys, rtol=0, atol=0)
+    runs.compare_runs(run_once(_run, world_size), *keys, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("setting", SETTINGS_OF[2])
 def test_replicas_in_a_table_of_their_own_change_nothing(setting: tuple[int, bool]) -> None:
     by_rank = run_once(_run, 2)
-    compare_runs(by_rank, ("two_tables", setting), ("rows", setting), rtol=0, atol=0)
+    runs.compare_runs(by_rank, ("two_tables", setting), ("rows", setting), rtol=0, atol=0)
     for found in by_rank:
         two, one = (found[name, setting][0].replicas for name in ("two_tables", "rows"))
         torch.testing.assert_close(two, one, rtol=0, atol=0)
@@ -108,11 +101,11 @@ def test_replicas_in_a_table_of_their_own_change_nothing(setting: tuple[int, boo
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_same_settings_give_the_same_bits(world_size: int) -> None:
-    compare_runs(run_once(_run, world_size), "again", ("rows", (4, True)), rtol=0, atol=0)
+    runs.compare_runs(run_once(_run, world_size), "again", ("rows", (4, True)), rtol=0, atol=0)
 
 
 def test_torchrecs_pipeline_gives_the_bits_of_the_plain_loop() -> None:
-    compare_runs(run_once(_run, 2), "SparseDist", ("rows", "plain"), rtol=0, atol=0)
+    runs.compare_runs(run_once(_run, 2), "SparseDist", ("rows", "plain"), rtol=0, atol=0)
 
 
 NUM_CASES, NUM_STEPS = 8, 4
@@ -164,16 +157,16 @@ def draw_case(seed: str) -> Case:
     return job, settings
 
 
-def train_both(rank: int, world_size: int, cases: list[Case]) -> list[tuple[Run, Run]]:
+def train_both(rank: int, world_size: int, cases: list[Case]) -> list[tuple[runs.Run, runs.Run]]:
     """Each case by the pipeline and by stock TorchRec; for the launcher."""
     found = []
     for job, settings in cases:
-        batches = batches_of(job, rank, range(NUM_STEPS))
+        batches = runs.batches_of(job, rank, range(NUM_STEPS))
         model = build(job, rank, world_size)
-        outputs = run_to_the_end(pipeline_of(model, **settings), iter(batches))
+        outputs = runs.run_to_the_end(runs.pipeline_of(model, **settings), iter(batches))
         stock = dataclasses.replace(job, placement={"*": "table_wise"})
         stock_model = build(stock, rank, world_size)
-        stock_outputs = plain_steps(stock_model, batches)
+        stock_outputs = runs.plain_steps(stock_model, batches)
         found.append(((result_of(model, []), outputs), (result_of(stock_model, []), stock_outputs)))
     return found
 
@@ -184,7 +177,7 @@ def test_trains_as_stock(world_size: int) -> None:
     by_rank = run_ranks(train_both, world_size, cases, timeout_s=200)
     for number, case in enumerate(cases):
         try:
-            compare_runs([of_rank[number] for of_rank in by_rank], 0, 1)
+            runs.compare_runs([of_rank[number] for of_rank in by_rank], 0, 1)
         except AssertionError as error:
             raise AssertionError(f"case {number}: {case}") from error
 

@@ -9,12 +9,15 @@ import torch
 
 from tests.sharding.jobs import Result
 from tests.train_pipeline.feature_cells import Feature, Outcome
-from tests.train_pipeline.feature_page import PIPELINES, folded, page_of, shorter
 from tests.train_pipeline.feature_table import (
     PAGE,
+    PIPELINES,
     DiffersError,
     Ran,
+    folded,
+    page_of,
     run_all,
+    shorter,
     surface_words,
     words,
 )

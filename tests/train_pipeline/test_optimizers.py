@@ -21,15 +21,7 @@ from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
-from tests.sharding.jobs import (
-    ODD,
-    Job,
-    build,
-    checkpoint_of,
-    dense_optimizer,
-    replicas_of,
-    result_of,
-)
+from tests.sharding import jobs
 from tests.train_pipeline import programs
 from tests.train_pipeline.runs import (
     Run,
@@ -41,7 +33,7 @@ from tests.train_pipeline.runs import (
 )
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
-JOB = Job(placement={"*": 2, "one_row": 1}, tables=ODD, num_steps=6)
+JOB = jobs.Job(placement={"*": 2, "one_row": 1}, tables=jobs.ODD, num_steps=6)
 MAX_NORM = 0.05
 """Far below the norms of this job's gradients."""
 
@@ -63,7 +55,7 @@ class _ClippedSgd(torch.optim.SGD):
 
 
 def _clipped_sgd(model: DistributedModelParallel) -> torch.optim.Optimizer:
-    (group,) = dense_optimizer(model).param_groups
+    (group,) = jobs.dense_optimizer(model).param_groups
     return _ClippedSgd(group["params"], lr=0.05)
 
 
@@ -71,9 +63,7 @@ def _clipped_by_torchrec(how: GradientClipping) -> Callable[..., torch.optim.Opt
     return lambda model: GradientClippingOptimizer(_keyed(model), how, MAX_NORM)
 
 
-def _warming_up(
-    model: DistributedModelParallel, dense: KeyedOptimizer | None = None
-) -> torch.optim.Optimizer:
+def _warming_up(model: nn.Module, dense: KeyedOptimizer | None = None) -> torch.optim.Optimizer:
     stages = [
         WarmupStage(WarmupPolicy.LINEAR, max_iters=3, value=0.1),
         WarmupStage(WarmupPolicy.CONSTANT, max_iters=100),
@@ -82,7 +72,7 @@ def _warming_up(
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "plain": dense_optimizer,
+    "plain": jobs.dense_optimizer,
     "clip_grad_norm_": _clipped_sgd,
     "clipping by norm": _clipped_by_torchrec(GradientClipping.NORM),
     "clipping by value": _clipped_by_torchrec(GradientClipping.VALUE),
@@ -106,7 +96,7 @@ def _run(rank: int, world_size: int) -> dict[tuple[str, int], Run]:
     results: dict[tuple[str, int], Run] = {}
     for name, make in OPTIMIZERS.items():
         for num_micro_batches in (0, 1, 4):
-            model = build(JOB, rank, world_size)
+            model = jobs.build(JOB, rank, world_size)
             optimizer = make(model)
             listed = batches_of(JOB, rank, range(JOB.num_steps))
             pipeline = pipeline_of(
@@ -120,7 +110,7 @@ def _run(rank: int, world_size: int) -> dict[tuple[str, int], Run]:
                     outputs.append(pipeline.progress(batches))
                 else:
                     outputs += plain_steps(model, [listed[step]], optimizer)
-            results[name, num_micro_batches] = result_of(model, []), outputs
+            results[name, num_micro_batches] = jobs.result_of(model, []), outputs
     return results
 
 
@@ -134,7 +124,7 @@ def test_clipping_and_schedules_as_in_the_plain_loop() -> None:
                 compare_runs(by_rank, ("plain", 0), (name, 0))
 
 
-ADAM_JOB = Job(
+ADAM_JOB = jobs.Job(
     placement={"a": 2, "b": 0, "*": "bags"},
     optimizer="adam",
     optimizer_kwargs={"lr": 0.1, "eps": 1e-2, "weight_decay": 0.1},
@@ -151,21 +141,21 @@ def _save_and_resume(rank: int, world_size: int, folder: Path, names: Sequence[s
     found: dict[str, dict[str, Run]] = {}
     for name in names:
         job = dataclasses.replace(ADAM_JOB, optimizer=name)
-        model = build(job, rank, world_size)
+        model = jobs.build(job, rank, world_size)
         _train(model, rank, range(SAVED_AT))
-        dcp.save(checkpoint_of(model), checkpoint_id=folder / name)
+        dcp.save(jobs.checkpoint_of(model), checkpoint_id=folder / name)
         rest = range(SAVED_AT, NUM_STEPS)
         runs = {"went on": (_train(model, rank, rest), model)}
         for how in ("resumed", "from step 0"):
-            model = build(job, rank, world_size)
-            states = checkpoint_of(model)
+            model = jobs.build(job, rank, world_size)
+            states = jobs.checkpoint_of(model)
             dcp.load(states, checkpoint_id=folder / name)
             model.load_state_dict(states["model"])
             model.fused_optimizer.load_state_dict(states["optim"])
             if how == "resumed":
                 model.fused_optimizer.set_optimizer_step(SAVED_AT)
             runs[how] = _train(model, rank, rest), model
-        found[name] = {how: (result_of(of, []), outputs) for how, (outputs, of) in runs.items()}
+        found[name] = {how: (jobs.result_of(m, []), outputs) for how, (outputs, m) in runs.items()}
     return found
 
 
@@ -224,7 +214,7 @@ def _in_turn(rank: int, world_size: int) -> Any:
             else:
                 given = batches if is_frozen else [b for b in batches if len(b.labels)]
                 run_to_the_end(pipeline_of(model, num_micro_batches=1), iter(given))
-            found[is_frozen, is_plain] = programs.left_behind(model), replicas_of(model)
+            found[is_frozen, is_plain] = programs.left_behind(model), jobs.replicas_of(model)
     return found
 
 
@@ -242,8 +232,8 @@ def test_ranks_without_samples_leave_what_the_others_leave() -> None:
 
 
 def _one_row(rank: int, world_size: int, name: str) -> None:
-    build(
-        dataclasses.replace(ADAM_JOB, tables=ODD, optimizer=name, placement={"*": 1}),
+    jobs.build(
+        dataclasses.replace(ADAM_JOB, tables=jobs.ODD, optimizer=name, placement={"*": 1}),
         rank,
         world_size,
     )

@@ -129,10 +129,6 @@ def _run(rank: int, world_size: int) -> dict[tuple[str, Any], Outcome]:
     return found
 
 
-def _by_rank() -> list[dict[tuple[str, Any], Outcome]]:
-    return run_once(_run, 2)
-
-
 @pytest.mark.parametrize(
     ("name", "number"),
     [
@@ -141,7 +137,7 @@ def _by_rank() -> list[dict[tuple[str, Any], Outcome]]:
     ],
 )
 def test_trains_as_torchrec_does(name: str, number: Any) -> None:
-    mine, its = ([found[name, n] for found in _by_rank()] for n in (number, 0))
+    mine, its = ([found[name, n] for found in run_once(_run, 2)] for n in (number, 0))
     for one, other in zip(mine, its):
         assert not one.error
         assert not other.error
@@ -154,17 +150,17 @@ def test_trains_as_torchrec_does(name: str, number: Any) -> None:
 
 
 def test_modules_with_rows_of_their_own_share_an_exchange() -> None:
-    summary = _by_rank()[0]["both", 1].summary
+    summary = run_once(_run, 2)[0]["both", 1].summary
     assert "tables: interleaved in one exchange with more_tables" in summary
 
 
 def test_processed_tables_share_the_exchange_of_weighted_ones() -> None:
-    summary = _by_rank()[0]["beside_weighted", 2].summary
+    summary = run_once(_run, 2)[0]["beside_weighted", 2].summary
     assert "tables: interleaved in one exchange with more_tables" in summary
 
 
 def test_they_are_not_cut_and_the_summary_says_why() -> None:
-    for found in _by_rank():
+    for found in run_once(_run, 2):
         assert "batches are whole: tables: its KeyedJagged" in found["bags", None].summary
         refused = found["bags", 2].error
         assert refused.startswith("CompatError: tables: its KeyedJaggedTensor has a batch size per")
@@ -172,7 +168,7 @@ def test_they_are_not_cut_and_the_summary_says_why() -> None:
 
 
 def test_rows_of_no_sample_are_refused_by_name_on_all_ranks() -> None:
-    refused, *others = (found["without_inverse", 1].error for found in _by_rank())
+    refused, *others = (found["without_inverse", 1].error for found in run_once(_run, 2))
     assert others == [refused]
     assert refused.startswith("CompatError: rank 1: the KeyedJaggedTensor of features f, g, h has")
     assert "no inverse_indices" in refused

@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.sharding.jobs import ODD, PLAIN, Job, Model, build, result_of_module, shard
 from tests.sharding.sequence_jobs import TABLES_OF, SequenceJob, build_sequences
+from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import Run, batches_of, compare_runs, pipeline_of, run_to_the_end
 from torchrec_picasso import InputError, Refresh
@@ -157,9 +158,7 @@ def _refused(rank: int, world_size: int) -> list[tuple[str, str]]:
             if rank == 1:
                 batches[2] = _bad(batches[2], kind)
             prepare = pipeline.preparation() if is_prepared else lambda batch: batch
-            with pytest.raises(InputError) as caught:
-                run_to_the_end(pipeline, map(prepare, batches))
-            own.append(str(caught.value))
+            own.append(refusal(InputError, run_to_the_end, pipeline, map(prepare, batches)))
         told.append(tuple(own))
     return told
 

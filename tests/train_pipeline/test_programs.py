@@ -44,6 +44,7 @@ from tests.train_pipeline.programs import (
     assert_as_stock,
     batch_of,
     cases_of,
+    changed,
     dense_optimizer,
     ebc,
     processed,
@@ -90,21 +91,20 @@ class Regular(Head):
         return total + 0.1 * sum(p.square().sum() for p in self.hidden.parameters())
 
 
-class Metric(Head):
-    def output(self, out: Tensor, batch: Batch) -> Any:
-        return out.detach() if self.training else out.detach().median()
-
-
-class Prior(Head):
-    def loss(self, out: Tensor, batch: Batch) -> Tensor:
-        return super().loss(out, batch) * float(batch.prior[0])
-
-
-class Weighing(Head):
-    """Weighs samples by an attribute that batches got by assignment."""
-
-    def loss(self, out: Tensor, batch: Any) -> Tensor:
-        return (batch.sample_weight * (out - batch.labels) ** 2).mean()
+METRIC = changed(
+    output=lambda head, out, batch: out.detach() if head.training else out.detach().median()
+)
+PRIOR = changed(loss=lambda head, out, batch: Head.loss(head, out, batch) * float(batch.prior[0]))
+WEIGHING = changed(
+    loss=lambda head, out, batch: (batch.sample_weight * (out - batch.labels) ** 2).mean()
+)
+NO_GRAPH = changed(loss=lambda head, out, batch: Head.loss(head, out, batch).detach())
+DROPPING = changed(
+    tower=lambda head, x: head.over(functional.dropout(head.hidden(x), training=head.training))
+)
+QUIET = changed(
+    loss=lambda head, out, batch: Head.loss(head, out, batch) if head.training else None
+)
 
 
 class Unused(Head):
@@ -123,16 +123,6 @@ class InBackward(Head):
     def __init__(self) -> None:
         super().__init__()
         apply_optimizer_in_backward(torch.optim.SGD, self.parameters(), {"lr": 0.1})
-
-
-class NoGraph(Head):
-    def loss(self, out: Tensor, batch: Batch) -> Tensor:
-        return super().loss(out, batch).detach()
-
-
-class Dropping(Head):
-    def tower(self, x: Tensor) -> Tensor:
-        return self.over(functional.dropout(self.hidden(x), training=self.training))
 
 
 class Double(Head):
@@ -155,12 +145,12 @@ class Squeezed(Head):
 
 
 class Ratio(Head):
-    """Weighted losses over weights, two of them."""
+    """Weighted losses over weights, and errors over a sum that is trained too."""
 
     def loss(self, out: Tensor, batch: Batch) -> Any:
         errors, weights = (out - batch.labels) ** 2, batch.dense_features[:, 0]
         sums = torch.stack([(errors * weights).sum(), errors.abs().sum()])
-        totals = torch.stack([weights.sum(), batch.labels.sum()])
+        totals = torch.stack([weights.sum(), (1 + out**2).sum()])
         return (sums, totals) if self.is_ours else sums / totals
 
 
@@ -205,11 +195,6 @@ class _Changed(Model):
     def look_up(self, features: KeyedJaggedTensor) -> Any:
         changed, pooled = self.changed(features.permute([0])), self.ebc(features)
         return {"f": changed["f"], "g": pooled["g"], "h": pooled["h"]}
-
-
-class _Quiet(Head):
-    def loss(self, out: Tensor, batch: Batch) -> Any:
-        return super().loss(out, batch) if self.training else None
 
 
 class Broadcasting(DataParallelWrapper):
@@ -378,7 +363,7 @@ PROGRAMS = {
     "without wrapper": Program(is_inside=True, told=[INTERLEAVED], numbers=(1, 3, None)),
     "not data parallel": Program(is_wrapped=False, told=[INTERLEAVED], numbers=(1, 3, None)),
     "no loss in evaluation": Program(
-        head=_Quiet,
+        head=QUIET,
         before_step=lambda model, step: model.train(step != STEPS - 1),
         numbers=(1, 3, None),
     ),
@@ -437,7 +422,7 @@ PROGRAMS = {
         head=InBackward, fails=True, refusal="dense parameters have optimizers that step in"
     ),
     "loss without a graph": Program(
-        head=NoGraph, fails=True, refusal="RuntimeError on the whole batch"
+        head=NO_GRAPH, fails=True, refusal="RuntimeError on the whole batch"
     ),
     "unused parameters of a static graph": Program(head=Unused, optimizer=_decaying(_Zeroing)),
     "unused parameters": Program(
@@ -455,25 +440,25 @@ PROGRAMS = {
     "autocast": Program(
         within=lambda: torch.autocast("cpu", dtype=torch.bfloat16), tolerance=BFLOAT16
     ),
-    "metric in evaluation": Program(head=Metric, before_step=_evaluated(2, 3)),
-    "metric in evaluation first": Program(head=Metric, before_step=_evaluated(0, 1), planned=4),
+    "metric in evaluation": Program(head=METRIC, before_step=_evaluated(2, 3)),
+    "metric in evaluation first": Program(head=METRIC, before_step=_evaluated(0, 1), planned=4),
     "small last batch": Program(
         head=Squeezed,
         batch=lambda rank, step: batch_of(rank, step, 7 if step == STEPS - 1 else SAMPLES),
     ),
-    "dropout": Program(head=Dropping, prepare=lambda model: torch.manual_seed(5), numbers=(1,)),
+    "dropout": Program(head=DROPPING, prepare=lambda model: torch.manual_seed(5), numbers=(1,)),
     "default of double": Program(head=Double, within=lambda: default_dtype(torch.float64)),
     "detached after each step": Program(
         head=Normed, pipeline=_detached, refusal="head.norm is a BatchNorm1d"
     ),
     "batches in two parts": Program(pipeline=_in_two_parts),
     "tensor without samples": Program(
-        head=Prior, batch=_with_prior(torch.tensor([0.5, 2.0])), planned=4
+        head=PRIOR, batch=_with_prior(torch.tensor([0.5, 2.0])), planned=4
     ),
     "array without samples": Program(
-        head=Prior, batch=_with_prior(np.array([0.5, 2.0])), planned=4
+        head=PRIOR, batch=_with_prior(np.array([0.5, 2.0])), planned=4
     ),
-    "attribute of a batch": Program(head=Weighing, batch=_weighed),
+    "attribute of a batch": Program(head=WEIGHING, batch=_weighed),
     "ratio of sums": Program(head=Ratio, options={"loss_reduction": "ratio"}),
 }
 

@@ -19,6 +19,7 @@ from torchrec.streamable import Pipelineable
 
 from tests.sharding.jobs import PLAIN, Job, Model, build, dense_optimizer, make_batch, result_of
 from tests.sharding.sequence_jobs import SequenceJob, build_sequences
+from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import (
     Run,
@@ -304,9 +305,7 @@ BESIDE_STOCK = dataclasses.replace(JOB, placement={"*": 2, "b": "table_wise"})
 
 @pytest.mark.parametrize("name", ODD_BATCHES)
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside stock"])
-def test_a_batch_that_one_rank_cannot_train_is_refused_on_all_at_once(
-    alone: bool, name: str
-) -> None:
+def test_a_batch_that_one_rank_cannot_train_is_refused_on_all(alone: bool, name: str) -> None:
     found = [of_rank[alone, name] for of_rank in run_once(_refused_late, 3)]
     told = [of_rank[0] for of_rank in found]
     assert told[0] == told[1] == told[2]
@@ -323,9 +322,7 @@ def _weights_want_gradients(rank: int, world_size: int) -> list[str]:
         batches = batches_of(job, rank, range(5))
         if rank == 1:
             batches[number].sparse_features.weights().requires_grad_()
-        with pytest.raises(CompatError) as caught:
-            run_to_the_end(pipeline, iter(batches))
-        told.append(str(caught.value))
+        told.append(refusal(CompatError, run_to_the_end, pipeline, iter(batches)))
     return told
 
 
@@ -347,9 +344,7 @@ def _weights_come(rank: int, world_size: int) -> str:
         batches[3].sparse_features = KeyedJaggedTensor(
             kjt.keys(), kjt.values(), torch.ones(kjt.values().numel()), kjt.lengths()
         )
-    with pytest.raises(CompatError) as refused:
-        run_to_the_end(pipeline, iter(batches))
-    return str(refused.value)
+    return refusal(CompatError, run_to_the_end, pipeline, iter(batches))
 
 
 def test_weights_that_come_later_are_refused_on_all_at_once() -> None:
@@ -367,9 +362,7 @@ class _TwoBackwards(InterleavedTrainPipeline[Any, Any]):
 def _backward_twice(rank: int, world_size: int) -> str:
     model = build(dataclasses.replace(JOB, placement={"*": 0}), rank, world_size)
     pipeline = _TwoBackwards(model, dense_optimizer(model), torch.device("cpu"))
-    with pytest.raises(CompatError) as refused:
-        run_to_the_end(pipeline, iter(batches_of(JOB, rank, range(3))))
-    return str(refused.value)
+    return refusal(CompatError, run_to_the_end, pipeline, iter(batches_of(JOB, rank, range(3))))
 
 
 def test_a_second_backward_of_a_step_is_refused() -> None:

@@ -10,7 +10,8 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from tests.sharding.jobs import CPU, PLAIN, Job, build, dense_optimizer, result_of
+from tests.sharding.jobs import PLAIN, Job, build, dense_optimizer, result_of
+from tests.support.placing import CPU
 from tests.train_pipeline.runs import batches_of, compare_runs, run_to_the_end
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.launch.run_ranks import run_ranks

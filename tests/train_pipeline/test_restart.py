@@ -2,31 +2,30 @@
 
 Two pipelines over one model: each sees the updates of the other, or is refused by name.
 The states of a pipeline: which may follow which, and what a failed step leaves.
-"""
+A rank that raises ends all with its own message; one that hangs is named, and who waits."""
 
 import dataclasses
+import datetime
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.train_pipeline import EvalPipelineSparseDist, TrainPipelineSparseDist
 
-from tests.sharding.jobs import ATOL, CPU, ODD, PLAIN, RTOL, Job, build, dense_optimizer, result_of
+from tests.sharding.jobs import ATOL, ODD, PLAIN, RTOL, Job, build, dense_optimizer, result_of
+from tests.support.placing import CPU
+from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
-from tests.train_pipeline.runs import (
-    Run,
-    batches_of,
-    compare_runs,
-    pipeline_of,
-    plain_steps,
-    run_to_the_end,
-)
-from torchrec_picasso import CompatError
+from tests.train_pipeline import runs
+from torchrec_picasso import CompatError, PeerError
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.errors import InputError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement
@@ -64,7 +63,7 @@ def _broken_forward(model: DistributedModelParallel, call: int) -> Iterator[None
 
 def _forward_raises(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """In the fourth step, with K = 4 in its third micro-batch: ids of the next are on the way."""
-    batches = iter(batches_of(job, rank, STEPS))
+    batches = iter(runs.batches_of(job, rank, STEPS))
     outputs = [pipeline.progress(batches) for _ in range(3)]
     with _broken_forward(model, pipeline.num_micro_batches // 2), pytest.raises(BrokenError):
         pipeline.progress(batches)
@@ -75,7 +74,7 @@ def _reset_and_go_on(pipeline: Any, batches: Iterator[Batch]) -> list[Tensor]:
     with pytest.raises(PicassoError, match=r"did not end; call reset\(\) on all ranks"):
         pipeline.progress(batches)
     pipeline.reset()
-    return run_to_the_end(pipeline, batches)
+    return runs.run_to_the_end(pipeline, batches)
 
 
 class _Faulty(Iterator[Batch]):
@@ -94,33 +93,33 @@ class _Faulty(Iterator[Batch]):
 
 def _iterator_raises(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """Twice: after the first time the step is tried again, after the second it is forgotten."""
-    batches = _Faulty(batches_of(job, rank, STEPS[:6]), 3)
+    batches = _Faulty(runs.batches_of(job, rank, STEPS[:6]), 3)
     outputs = [pipeline.progress(batches)]
     with pytest.raises(BrokenError):
         pipeline.progress(batches)
     outputs += [pipeline.progress(batches) for _ in range(2)]  # 1 and 2; 4 and 5 are in flight
-    batches = _Faulty(batches_of(job, rank, STEPS[6:]), 0)
+    batches = _Faulty(runs.batches_of(job, rank, STEPS[6:]), 0)
     with pytest.raises(BrokenError):
         pipeline.progress(batches)
     pipeline.reset()
-    return outputs + run_to_the_end(pipeline, batches)
+    return outputs + runs.run_to_the_end(pipeline, batches)
 
 
 def _one_iterator_raises(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """Rank 1 cannot read its second and fourth batch; rank 0 waits for it, and loses nothing."""
     if rank == 0:
-        return run_to_the_end(pipeline, iter(batches_of(job, rank, (0, 2, *STEPS[4:]))))
-    batches = _Faulty(batches_of(job, rank, STEPS), 1, 3)
+        return runs.run_to_the_end(pipeline, iter(runs.batches_of(job, rank, (0, 2, *STEPS[4:]))))
+    batches = _Faulty(runs.batches_of(job, rank, STEPS), 1, 3)
     with pytest.raises(BrokenError):
         pipeline.progress(batches)
     with pytest.raises(BrokenError):
         pipeline.progress(batches)
-    return run_to_the_end(pipeline, batches)
+    return runs.run_to_the_end(pipeline, batches)
 
 
 def _bad_batches(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """The first batch is bad on rank 1, and so is the fifth."""
-    listed = batches_of(job, rank, STEPS)
+    listed = runs.batches_of(job, rank, STEPS)
     for index in (0, 4) if rank == 1 else ():
         listed[index].sparse_features.values().fill_(10**6)
     batches = iter(listed)
@@ -130,12 +129,12 @@ def _bad_batches(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]
     with pytest.raises(InputError):  # in the step of 2
         pipeline.progress(batches)
     pipeline.reset()
-    return outputs + run_to_the_end(pipeline, batches)
+    return outputs + runs.run_to_the_end(pipeline, batches)
 
 
 def _interrupted(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """While the ranks agree on the step of 3: whoever has the answer may be further."""
-    batches = iter(batches_of(job, rank, STEPS))
+    batches = iter(runs.batches_of(job, rank, STEPS))
     outputs = [pipeline.progress(batches) for _ in range(3)]
     wait = Agreement.wait
 
@@ -153,21 +152,21 @@ def _interrupted(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]
 def _trained_while_detached(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """By hand: 10 and 11 while 3 and 4 are in flight, 12 while 5 is, 13 at the end."""
     forward = model.module.ebc.forward
-    batches = iter(batches_of(job, rank, range(6)))
+    batches = iter(runs.batches_of(job, rank, range(6)))
     outputs = [pipeline.progress(batches) for _ in range(3)]
     assert model.module.ebc.forward != forward
     assert pipeline.detach() is model
     assert model.module.ebc.forward == forward
-    outputs += plain_steps(model, batches_of(job, rank, (10, 11)))
+    outputs += runs.plain_steps(model, runs.batches_of(job, rank, (10, 11)))
     pipeline.attach()
     outputs += [pipeline.progress(batches) for _ in range(2)]
     pipeline.detach()
     pipeline.attach()
     pipeline.detach()  # no step has taken the modules over
-    outputs += plain_steps(model, batches_of(job, rank, (12,)))
-    outputs += run_to_the_end(pipeline, batches)  # attaches by itself
+    outputs += runs.plain_steps(model, runs.batches_of(job, rank, (12,)))
+    outputs += runs.run_to_the_end(pipeline, batches)  # attaches by itself
     pipeline.detach()
-    return outputs + plain_steps(model, batches_of(job, rank, (13,)))
+    return outputs + runs.plain_steps(model, runs.batches_of(job, rank, (13,)))
 
 
 AROUND_RAISED, AROUND_DETACHED = [0, 1, 2, 6, 7, 8], [0, 1, 2, 10, 11, 3, 4, 12, 5, 13]
@@ -191,30 +190,30 @@ CASES: dict[str, tuple[Callable[..., list[Tensor]], Job, int, list[int]]] = {
 """What happens, to which job, with how many micro-batches, and the batches that are trained on."""
 
 
-def _run(rank: int, world_size: int) -> dict[str, tuple[Run, Run]]:
+def _run(rank: int, world_size: int) -> dict[str, tuple[runs.Run, runs.Run]]:
     """Every case, and the plain loop over what it trains on."""
     results = {}
     for name, (act, job, num_micro_batches, trained) in CASES.items():
         mine, plain = (build(job, rank, world_size) for _ in range(2))
-        pipeline = pipeline_of(mine, num_micro_batches=num_micro_batches)
+        pipeline = runs.pipeline_of(mine, num_micro_batches=num_micro_batches)
         outputs = act(mine, pipeline, job, rank)
-        expected = plain_steps(plain, batches_of(job, rank, trained))
+        expected = runs.plain_steps(plain, runs.batches_of(job, rank, trained))
         results[name] = (result_of(mine, []), outputs), (result_of(plain, []), expected)
     return results
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_training_goes_on_as_the_plain_loop_over_the_same_batches(name: str) -> None:
-    compare_runs([results[name] for results in run_once(_run, 2)], 0, 1)
+    runs.compare_runs([results[name] for results in run_once(_run, 2)], 0, 1)
 
 
 def _one_rank_raises(rank: int, world_size: int) -> None:
     model = build(HOT_COLD, rank, world_size)
-    pipeline = pipeline_of(model, num_micro_batches=2)
-    batches = iter(batches_of(HOT_COLD, rank, STEPS))
+    pipeline = runs.pipeline_of(model, num_micro_batches=2)
+    batches = iter(runs.batches_of(HOT_COLD, rank, STEPS))
     pipeline.progress(batches)
     with _broken_forward(model, 1) if rank == 1 else nullcontext():
-        run_to_the_end(pipeline, batches)
+        runs.run_to_the_end(pipeline, batches)
 
 
 def test_one_rank_that_raises_ends_the_others_and_is_named() -> None:
@@ -222,23 +221,23 @@ def test_one_rank_that_raises_ends_the_others_and_is_named() -> None:
         run_ranks(_one_rank_raises, 2, timeout_s=60)
 
 
-def _another_model(rank: int, world_size: int) -> tuple[Run, Run]:
+def _another_model(rank: int, world_size: int) -> tuple[runs.Run, runs.Run]:
     """The pipeline goes over to another model with batches in flight, which are forgotten."""
     first, mine, plain = (build(HOT_COLD, rank, world_size) for _ in range(3))
-    pipeline = pipeline_of(first, num_micro_batches=2)
-    batches = iter(batches_of(HOT_COLD, rank, STEPS))
+    pipeline = runs.pipeline_of(first, num_micro_batches=2)
+    batches = iter(runs.batches_of(HOT_COLD, rank, STEPS))
     pipeline.progress(batches)
     pipeline.detach()
     pipeline.attach(mine)
     mine.eval()
-    outputs = run_to_the_end(pipeline, batches)
+    outputs = runs.run_to_the_end(pipeline, batches)
     plain.eval()
-    expected = plain_steps(plain, batches_of(HOT_COLD, rank, STEPS[3:]))
+    expected = runs.plain_steps(plain, runs.batches_of(HOT_COLD, rank, STEPS[3:]))
     return (result_of(mine.train(), []), outputs), (result_of(plain.train(), []), expected)
 
 
 def test_another_model_may_be_attached() -> None:
-    compare_runs(run_ranks(_another_model, 2, timeout_s=60), 0, 1)
+    runs.compare_runs(run_ranks(_another_model, 2, timeout_s=60), 0, 1)
 
 
 JOB = Job(placement={"*": 2, "a": 0}, tables=PLAIN)
@@ -246,13 +245,13 @@ NUM_STEPS = 6
 """Of each pipeline."""
 
 
-def _in_turn(rank: int, world_size: int) -> dict[Any, Run]:
+def _in_turn(rank: int, world_size: int) -> dict[Any, runs.Run]:
     """Two pipelines with data of their own take steps in turn; the witness is the plain loop."""
-    batches = batches_of(JOB, rank, range(2 * NUM_STEPS))
+    batches = runs.batches_of(JOB, rank, range(2 * NUM_STEPS))
     found = {}
     for number in (1, 2):
         model = build(JOB, rank, world_size)
-        pipelines = [pipeline_of(model, num_micro_batches=number) for _ in range(2)]
+        pipelines = [runs.pipeline_of(model, num_micro_batches=number) for _ in range(2)]
         readers = [iter(batches[::2]), iter(batches[1::2])]
         outputs = [
             pipeline.progress(reader)
@@ -261,20 +260,20 @@ def _in_turn(rank: int, world_size: int) -> dict[Any, Run]:
         ]
         found[number] = result_of(model, []), outputs
     plain = build(JOB, rank, world_size)
-    outputs = plain_steps(plain, batches)
+    outputs = runs.plain_steps(plain, batches)
     return {**found, "plain": (result_of(plain, []), outputs)}
 
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_rows_fetched_ahead_are_not_older_than_the_other_pipelines_update(number: int) -> None:
-    compare_runs(run_once(_in_turn, 2), number, "plain")
+    runs.compare_runs(run_once(_in_turn, 2), number, "plain")
 
 
 def _evaluate(model: Any, batches: list[Any]) -> Any:
     model.eval()
     with torch.no_grad():
         evaluation = EvalPipelineSparseDist(model, dense_optimizer(model), CPU)
-        outputs = run_to_the_end(evaluation, iter(batches))
+        outputs = runs.run_to_the_end(evaluation, iter(batches))
     evaluation.detach()
     model.train()
     return [output for _, output in outputs] if isinstance(outputs[0], tuple) else outputs
@@ -282,30 +281,28 @@ def _evaluate(model: Any, batches: list[Any]) -> Any:
 
 def _beside_torchrecs(rank: int, world_size: int) -> tuple[list[str], Any, Any]:
     """TorchRec's pipeline takes over a model from ours, and ours from TorchRec's."""
-    batches = batches_of(JOB, rank, range(9))
+    batches = runs.batches_of(JOB, rank, range(9))
     told = []
     for torchrecs_first in (True, False):
         model = build(JOB, rank, world_size)
         ours, stock = (
-            pipeline_of(model),
+            runs.pipeline_of(model),
             TrainPipelineSparseDist(model, dense_optimizer(model), CPU),
         )
         first, second = (stock, ours) if torchrecs_first else (ours, stock)
         reader = iter(batches)
         for pipeline in (first, first, second):
             pipeline.progress(reader)
-        with pytest.raises(CompatError) as caught:
-            first.progress(reader)
-        told.append(str(caught.value))
+        told.append(refusal(CompatError, first.progress, reader))
     evaluated = []
     for make in (
-        pipeline_of,
+        runs.pipeline_of,
         lambda model: TrainPipelineSparseDist(model, dense_optimizer(model), CPU),
     ):
         model = build(JOB, rank, world_size)
         pipeline = make(model)
         for _ in range(2):
-            run_to_the_end(pipeline, iter(batches[:6]))
+            runs.run_to_the_end(pipeline, iter(batches[:6]))
             pipeline.detach()
             evaluated.append(_evaluate(model, batches[6:]))
             pipeline.attach(model)
@@ -360,3 +357,150 @@ def test_only_reset_leaves_a_failed_step(after: State) -> None:
         lifecycle.check_step()
     lifecycle.reset()
     assert lifecycle.state is after
+
+
+HEARD = Job(placement={"*": 2, "one_row": 1}, tables=ODD)
+HEARD_BESIDE_STOCK = Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN)
+GROUP_TIMEOUT_S = 5.0
+FAULTY = 1
+WORLD_SIZE = 3
+BROKEN_STEP = 4
+
+
+def break_it() -> None:
+    raise BrokenError("the user's own words")
+
+
+def hang() -> None:
+    time.sleep(2 * GROUP_TIMEOUT_S)
+    raise BrokenError("nobody waits any more")
+
+
+def forget_graphs() -> None:
+    torch.set_grad_enabled(False)
+
+
+def with_fault(batches: list[Batch], act: Callable[[], None]) -> Iterator[Batch]:
+    yield from batches[:BROKEN_STEP]
+    act()
+
+
+def put_into_forward(model: Any, act: Callable[[], None]) -> Callable[[], None]:
+    """Gives what makes the next forward act."""
+    whole_forward, armed = model.module.forward, []
+
+    def forward(batch: Batch) -> Any:
+        if armed:
+            act()
+        return whole_forward(batch)
+
+    model.module.forward = forward
+    return lambda: armed.append(True)
+
+
+def fail_on_one_rank(
+    rank: int,
+    world_size: int,
+    top: str,
+    job: Job,
+    where: str,
+    act: Callable[[], None],
+    stays_s: float = 0.0,
+    is_ours: bool = True,
+) -> tuple[str, str, float]:
+    """Kind and text of what a rank raises, and after how many seconds.
+
+    Then the rank keeps its connections for ``stays_s``, as a program does that catches the error.
+    """
+    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.barrier()  # so that joining takes none of the timeout
+    dist.destroy_process_group()  # one with a timeout of its own
+    store = dist.FileStore(str(Path(top, "store")), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    model = build(job, rank, world_size)
+    pipeline = (
+        runs.pipeline_of(model, num_micro_batches=1) if is_ours else runs.make_driver(None, model)
+    )
+    arm = put_into_forward(model, act)
+    batches = runs.batches_of(job, rank, range(9))
+    if is_ours and job is HEARD:  # a failure that all got over must not be heard of again
+        bad = runs.batches_of(job, rank, range(1))
+        bad[0].sparse_features._values = torch.full_like(bad[0].sparse_features.values(), 10**6)
+        with pytest.raises(InputError):
+            pipeline.progress(iter(bad))
+    stream = iter(batches)
+    if rank == FAULTY and where == "data":
+        stream = with_fault(batches, act)
+    start = time.monotonic()
+    try:
+        for step in range(9):
+            if rank == FAULTY and where == "forward" and step == BROKEN_STEP:
+                arm()
+            start = time.monotonic()
+            pipeline.progress(stream)
+    except Exception as error:
+        raised = type(error).__name__, str(error), time.monotonic() - start
+    else:
+        raised = "nothing", "", 0.0
+    if rank == FAULTY:
+        time.sleep(stays_s)
+    dist.destroy_process_group()  # as the end of the process would
+    return raised
+
+
+@pytest.mark.parametrize(
+    ("job", "where", "at"),
+    [
+        (HEARD, "forward", "step 4, forward 0"),
+        (HEARD, "data", "step 2, next batch"),
+        (HEARD_BESIDE_STOCK, "forward", "step 4, forward 0"),
+    ],
+    ids=["rows", "data", "mixed"],
+)
+def test_a_rank_that_raises_is_heard_by_all(tmp_path: Path, job: Job, where: str, at: str) -> None:
+    args = (str(tmp_path), job, where, break_it)
+    raised = run_ranks(fail_on_one_rank, WORLD_SIZE, *args, timeout_s=60)
+    for rank, (kind, text, _) in enumerate(raised):
+        if rank == FAULTY:
+            assert (kind, text) == ("BrokenError", "the user's own words")
+        else:
+            expected = f"rank {FAULTY} failed in {at}: BrokenError: the user's own words"
+            assert (kind, text) == (PeerError.__name__, expected)
+
+
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "stock"])
+def test_peers_of_a_rank_that_lives_on_wait_for_the_timeout(tmp_path: Path, is_ours: bool) -> None:
+    """As long under TorchRec's pipeline, whose error does not say why."""
+    args = (str(tmp_path), HEARD, "forward", break_it, 3 * GROUP_TIMEOUT_S, is_ours)
+    raised = run_ranks(fail_on_one_rank, WORLD_SIZE, *args, timeout_s=60)
+    words = "the user's own words"
+    for rank, (kind, text, after_s) in enumerate(raised):
+        if rank == FAULTY:
+            assert (kind, text) == ("BrokenError", words)
+            continue
+        assert GROUP_TIMEOUT_S - 1 < after_s < 2.5 * GROUP_TIMEOUT_S
+        assert kind == ("PeerError" if is_ours else "RuntimeError")
+        assert (words in text) == is_ours
+
+
+def test_a_loss_without_a_graph_on_one_rank_is_heard_by_all(tmp_path: Path) -> None:
+    args = (str(tmp_path), HEARD, "forward", forget_graphs)
+    raised = run_ranks(fail_on_one_rank, WORLD_SIZE, *args, timeout_s=60)
+    kinds = ["RuntimeError" if rank == FAULTY else "PeerError" for rank in range(WORLD_SIZE)]
+    assert [kind for kind, _, _ in raised] == kinds
+    for _, text, _ in raised:
+        assert "element 0 of tensors does not require grad" in text
+
+
+def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path: Path) -> None:
+    args = (str(tmp_path), HEARD, "forward", hang)
+    raised = run_ranks(fail_on_one_rank, WORLD_SIZE, *args, timeout_s=60)
+    for rank, (kind, text, after_s) in enumerate(raised):
+        if rank == FAULTY:
+            continue
+        assert kind == PeerError.__name__
+        assert text.startswith(f"rank {rank} waited in vain in step 4, ")
+        assert text.endswith(f"; rank {FAULTY} said nothing: it hangs or was ended")
+        other = ({0, 1, 2} - {FAULTY, rank}).pop()
+        assert f"; rank {other} waited in step 4, " in text
+        assert after_s < 2 * GROUP_TIMEOUT_S

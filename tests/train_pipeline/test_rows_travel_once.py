@@ -12,7 +12,6 @@ And what is special about tables whose bags travel: what is sent, and what is re
 
 import dataclasses
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,18 @@ from torchrec.distributed.sharding_plan import table_wise
 
 from tests.sharding.jobs import Job, Table, build, make_batch
 from tests.support.placing import CPU, place, world_env
+from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
 from tests.support.wire import Message, MessageRecorder, elements
-from tests.train_pipeline.drivers import DRIVERS, DRIVERS_OF, Driver, make_driver
-from tests.train_pipeline.runs import batches_of, pipeline_of, run_to_the_end
+from tests.train_pipeline.runs import (
+    DRIVERS,
+    DRIVERS_OF,
+    Driver,
+    batches_of,
+    make_driver,
+    pipeline_of,
+    run_to_the_end,
+)
 from torchrec_picasso import (
     CompatError,
     HotColdEmbeddingCollectionSharder,
@@ -57,11 +64,9 @@ WORLD_SIZES = (2, 3)
 FLOATS, IDS, MARKS, HEADER = torch.float32, torch.int32, torch.uint8, torch.int64
 
 
-def _warm_and_record(
-    rank: int, world_size: int, jobs: dict[str, Job]
-) -> dict[tuple[str, Driver], list[Message]]:
+def _warm_and_record(rank: int, world_size: int) -> dict[tuple[str, Driver], list[Message]]:
     found = {}
-    for name, job in jobs.items():
+    for name, job in _jobs(world_size).items():
         for driver in DRIVERS_OF[world_size]:
             pipeline = make_driver(driver, build(job, rank, world_size))
             # DDP makes its buckets anew in the second step
@@ -72,11 +77,6 @@ def _warm_and_record(
             assert len(outputs) == job.num_steps
             found[name, driver] = recorder.messages
     return found
-
-
-@cache
-def _recorded(world_size: int) -> list[dict[tuple[str, Driver], list[Message]]]:
-    return run_ranks(_warm_and_record, world_size, _jobs(world_size), timeout_s=200)
 
 
 def _jobs(world_size: int) -> dict[str, Job]:
@@ -142,7 +142,7 @@ CASES = [
 def test_every_row_travels_once(world_size: int, name: str, driver: Driver) -> None:
     job = _jobs(world_size)[name]
     expected = _expected(job, world_size, range(NUM_WARM, NUM_WARM + NUM_STEPS))
-    for rank, by_case in enumerate(_recorded(world_size)):
+    for rank, by_case in enumerate(run_once(_warm_and_record, world_size)):
         messages = by_case[name, driver]
         assert elements(messages, IDS) == expected.ids_W[rank]
         sent = expected.row_elements_W[rank] + expected.gradient_elements_W[rank]
@@ -154,7 +154,7 @@ def test_hot_rows_are_summed_once(world_size: int, name: str, driver: Driver) ->
     job = _jobs(world_size)[name]
     expected = _expected(job, world_size, range(NUM_WARM, NUM_WARM + NUM_STEPS))
     dense = 1 + sum(table.dim * len(table.features) for table in job.tables)
-    for by_case in _recorded(world_size):
+    for by_case in run_once(_warm_and_record, world_size):
         reduced = elements(by_case[name, driver], FLOATS, reduced=True)
         assert reduced == expected.hot_elements + NUM_STEPS * dense
 
@@ -162,7 +162,7 @@ def test_hot_rows_are_summed_once(world_size: int, name: str, driver: Driver) ->
 @pytest.mark.parametrize(("world_size", "name", "driver"), CASES, ids=str)
 def test_little_else_travels(world_size: int, name: str, driver: Driver) -> None:
     """A header of some words per step; with lookahead a mark of one byte per row asked for."""
-    by_rank = [by_case[name, driver] for by_case in _recorded(world_size)]
+    by_rank = [by_case[name, driver] for by_case in run_once(_warm_and_record, world_size)]
     ids = sum(elements(messages, IDS) for messages in by_rank)
     marks = sum(elements(messages, MARKS) for messages in by_rank)
     looks_ahead = driver is not None and driver[1]
@@ -277,25 +277,21 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
     job = dataclasses.replace(BAG_JOB, weighted=True)
     batch = make_batch(job, rank, 0)
     batch.sparse_features.weights().requires_grad_()
-    with pytest.raises(CompatError) as caught:
-        build(job, rank, world_size)(batch)
-    told["weights that want gradients"] = str(caught.value)
+    told["weights that want gradients"] = refusal(CompatError, build(job, rank, world_size), batch)
 
     ebc, features = build(job, rank, world_size).module.ebc, make_batch(job, rank, 0)
     context = ebc.create_context()
     ((laid_out,),) = [ebc.input_dist(context, features.sparse_features).wait().wait()]
     laid_out._weights = laid_out.weights() * 2  # as a feature processor leaves it
-    with pytest.raises(CompatError) as caught:
-        ebc.compute_and_output_dist(context, [laid_out])
-    told["weights that changed"] = str(caught.value)
+    told["weights that changed"] = refusal(
+        CompatError, ebc.compute_and_output_dist, context, [laid_out]
+    )
 
     table = EmbeddingConfig(name="t", embedding_dim=8, num_embeddings=10, feature_names=["f"])
     module = EmbeddingCollection(tables=[table], device=CPU)
     sharder = HotColdEmbeddingCollectionSharder()
     plan = place(module, sharder, {"t": table_wise(rank=0)}, {"t": HotColdParams(form="bags")})
-    with pytest.raises(PlanError) as caught:
-        sharder.shard(module, plan, world_env(), CPU, "ec")
-    told["sequences"] = str(caught.value)
+    told["sequences"] = refusal(PlanError, sharder.shard, module, plan, world_env(), CPU, "ec")
     return told
 
 
@@ -307,6 +303,5 @@ def test_what_has_no_bags_or_other_weights_is_refused() -> None:
             "per-sample weights changed between the input dist and the lookup"
         )
         assert "use form='rows'" in told["weights that changed"]
-        assert told["sequences"].startswith(
-            "table 't' is looked up as sequences, so it has no bags"
-        )
+        why = "table 't' is looked up as sequences, so it has no bags"
+        assert told["sequences"].startswith(why)

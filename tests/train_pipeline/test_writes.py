@@ -24,12 +24,14 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.datasets.utils import Batch
 
 from tests.sharding.jobs import PLAIN, Job, build, result_of, storages_of
+from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
-from tests.train_pipeline.drivers import Driver, make_driver
 from tests.train_pipeline.runs import (
+    Driver,
     Run,
     batches_of,
     compare_runs,
+    make_driver,
     pipeline_of,
     plain_steps,
     run_to_the_end,
@@ -267,9 +269,7 @@ def _write_in_forward(rank: int, world_size: int) -> list[str]:
         batches = iter(batches_of(ROWS, rank, range(4)))
         pipeline.progress(batches)
         model.module.over.forward = writing
-        with pytest.raises(PicassoError) as refused:
-            run_to_the_end(pipeline, batches)
-        told.append(str(refused.value))
+        told.append(refusal(PicassoError, run_to_the_end, pipeline, batches))
     return told
 
 
@@ -309,9 +309,7 @@ def _write_before_lookup(rank: int, world_size: int) -> str:
         return model(batch)
 
     pipeline = pipeline_of(model, num_micro_batches=1, custom_model_fwd=forward)
-    with pytest.raises(PicassoError) as refused:
-        run_to_the_end(pipeline, iter(batches_of(ROWS, rank, range(5))))
-    return str(refused.value)
+    return refusal(PicassoError, run_to_the_end, pipeline, iter(batches_of(ROWS, rank, range(5))))
 
 
 def test_a_write_in_a_forward_before_the_lookup_is_refused() -> None:

@@ -124,9 +124,7 @@ def test_help_and_wrong_arguments_need_no_pytorch(argv: list[str]) -> None:
     assert "usage: torchrec-picasso" in done.stdout + done.stderr
 
 
-def test_a_closed_pipe_ends_the_program_quietly(
-    monkeypatch: pytest.MonkeyPatch, capfd: Capture
-) -> None:
+def test_a_closed_pipe_ends_it_quietly(monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
     """As with ``| head``."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -276,9 +274,7 @@ def test_a_rate_is_set_on_a_loopback_of_its_own() -> None:
     assert "rate 2Gbit" in done.stdout
 
 
-def test_at_a_rate_the_same_demo_is_started(
-    monkeypatch: pytest.MonkeyPatch, capfd: Capture
-) -> None:
+def test_at_a_rate_the_same_demo_starts(monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
     parser = make_parser("0")
     argv = ["demo", "--rate-mbit", "1000", "--steps", "12", "--model", "din", "--out", "a b"]
     args = parser.parse_args(argv)
@@ -292,9 +288,7 @@ def test_at_a_rate_the_same_demo_is_started(
     assert parser.parse_args(started) == args
 
 
-def test_without_a_namespace_one_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_without_a_namespace_a_line_tells(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     args = make_parser("0").parse_args(["demo", "--rate-mbit", "1000"])
     assert demo.run_at_rate(args) is None

@@ -24,9 +24,8 @@ from torchrec_picasso.cost.curves import COLLECTIVES
 
 def test_a_run_becomes_one_file(tmp_path: Path, capsys: Capture) -> None:
     config, run, out = tmp_path / "run.yaml", tmp_path / "run", tmp_path / "model.pt"
-    config.write_text(
-        f"{TINY_CONFIG}checkpoint: {{folder: {run}, every_steps: 2, async_save: true}}\n"
-    )
+    saving = f"checkpoint: {{folder: {run}, every_steps: 2, async_save: true}}\n"
+    config.write_text(TINY_CONFIG + saving)
     output_of(["train", "--config", str(config)], capsys)
     assert sorted(path.name for path in run.iterdir()) == ["step_00000002", "step_00000004"]
     (run / "step_00000006.tmp").mkdir()
@@ -94,9 +93,7 @@ def test_two_ranks_write_curves_that_planning_reads(tmp_path: Path, capsys: Capt
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_a_models_dense_part_is_measured_without_its_tables(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_dense_part_is_measured_without_its_tables(tmp_path: Path, capsys: Capture) -> None:
     out, config = tmp_path / "curves.json", tmp_path / "run.yaml"
     # tables that would not fit into any memory
     config.write_text(
@@ -106,7 +103,6 @@ def test_a_models_dense_part_is_measured_without_its_tables(
     argv = ["calibrate", "--ranks", "2", "-o", str(out), *SMALLEST, "--config", str(config)]
     text = output_of(argv, capsys)
     dense = CommCurves.from_json(out).dense
-    assert dense is not None
     assert dense.forward_ms > 0
     assert dense.backward_ms > 0
     assert dense.batch_size == 32

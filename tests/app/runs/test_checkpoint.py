@@ -39,9 +39,7 @@ def config(
     )
 
 
-def train_resume_and_break(
-    rank: int, world_size: int, folder: str, placement: str, pipeline: str
-) -> Any:
+def train_and_break(rank: int, world_size: int, folder: str, placement: str, pipeline: str) -> Any:
     """Trains 8 steps whole, then 4 and 4 more, then is interrupted while it writes step 12."""
     path = Path(folder)
 
@@ -65,11 +63,9 @@ def train_resume_and_break(
     ("placement", "pipeline"),
     [("table_wise", "automatic"), ("hot_cold", "sparse_dist"), ("hot_cold", "4 micro-batches")],
 )
-def test_resumed_training_continues_with_equal_losses(
-    tmp_path: Path, placement: str, pipeline: str
-) -> None:
+def test_resumed_training_has_equal_losses(tmp_path: Path, placement: str, pipeline: str) -> None:
     folder = tmp_path / "run"
-    job = (train_resume_and_break, 2, str(folder), placement, pipeline)
+    job = (train_and_break, 2, str(folder), placement, pipeline)
     ranks = run_ranks(*job, timeout_s=TIMEOUT_S)
     whole, first, second, third, said = ranks[0]
     assert (second["first_step"], third["first_step"]) == (4, 8)

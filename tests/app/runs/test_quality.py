@@ -175,9 +175,7 @@ def test_the_shipped_gate_has_every_kind_and_names_files_that_are_there() -> Non
             load_config(folder / name)
 
 
-def test_each_side_and_each_fold_is_trained_as_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sides_and_folds_train_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write(tmp_path, "")
     trained: list[TrainConfig] = []
 
@@ -200,9 +198,7 @@ def test_each_side_and_each_fold_is_trained_as_asked(
     result = Checker(folder=tmp_path, seed=4).check(check)
     assert result.holds
     assert result.figures["samples"] == 6000
-    found = [
-        (of.model.kind, of.data.heldout_fold, of.steps, of.optimizer.dense_lr) for of in trained
-    ]
+    found = [(c.model.kind, c.data.heldout_fold, c.steps, c.optimizer.dense_lr) for c in trained]
     linear = "logistic_regression"
     assert found == [
         *(("dlrm", 1, 7, 0.1), ("dlrm", 3, 7, 0.1)),

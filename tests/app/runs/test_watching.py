@@ -140,9 +140,7 @@ def test_pictures_are_of_the_steps_that_are_told(runs: Runs) -> None:
         ({"pipeline": PipelineConfig(kind="sparse_dist")}, 2, "kind is sparse_dist; set it"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(
-    changed: dict[str, Any], num_steps: int, words: str
-) -> None:
+def test_what_none_can_draw_is_refused(changed: dict[str, Any], num_steps: int, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         check_profile(dataclasses.replace(CONFIG, **changed), num_steps, None)
 

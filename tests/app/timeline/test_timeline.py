@@ -1,7 +1,6 @@
 """The timeline of real steps: every operation once and in order, its waits, its exchanges."""
 
 import re
-from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +9,17 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.sharding.jobs import CPU, PLAIN, Job, build, dense_optimizer, make_batch
+from tests.sharding.jobs import PLAIN, Job, build, dense_optimizer, make_batch
+from tests.support.placing import CPU
+from tests.support.shared_run import run_once
 from torchrec_picasso import InterleavedTrainPipeline
-from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.timeline.timeline import DONE, WAITED_FOR, Timeline
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.exchange import all_to_all
 from torchrec_picasso.exchange.waiting import OP_RANGE, STEP_RANGE, WAIT_RANGE, named_range
 from torchrec_picasso.schedule.kinds import KINDS
 from torchrec_picasso.schedule.schedule import Op, Setting, training_schedule
-from torchrec_picasso.train_pipeline import cuts
+from torchrec_picasso.train_pipeline import micro_batch_policy
 
 JOB = Job(placement={"*": 2}, tables=PLAIN, batch_sizes=(64,), num_steps=8, waves={"a": 1})
 K = 2
@@ -41,7 +41,9 @@ def _trace(rank: int, world_size: int) -> Timeline:
     )
     batches = iter([make_batch(JOB, rank, step) for step in range(JOB.num_steps)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuts, "is_due", lambda step: False)  # no waits beside the schedule's
+        patch.setattr(
+            micro_batch_policy, "is_due", lambda step: False
+        )  # no waits beside the schedule's
         patch.setattr(all_to_all, "_SMALL_BYTES", 0)  # messages, whose end no event tells
         pipeline.progress(batches)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
@@ -50,14 +52,9 @@ def _trace(rank: int, world_size: int) -> Timeline:
     return Timeline.from_profile(profiled).for_steps(1, 2, 3, 4)
 
 
-@cache
-def _traced() -> list[Timeline]:
-    return run_ranks(_trace, 2, timeout_s=100)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_operation_of_the_schedule_runs_once_and_in_order(rank: int) -> None:
-    timeline = _traced()[rank]
+    timeline = run_once(_trace, 2)[rank]
     assert timeline.rank == rank
     assert timeline.steps == [1, 2, 3, 4]
     expected = list(SCHEDULE)
@@ -69,7 +66,7 @@ def test_every_operation_of_the_schedule_runs_once_and_in_order(rank: int) -> No
 
 
 def test_every_exchange_is_there_and_says_how_its_end_is_known() -> None:
-    timeline = _traced()[0]
+    timeline = run_once(_trace, 2)[0]
     spans = [s for s in timeline.spans if s.kind == "exchange" and s.step in (2, 3)]
     assert all(span.start_ms < span.end_ms for span in spans)
     found = [(span.step, span.op) for span in spans]
@@ -90,7 +87,7 @@ def test_every_exchange_is_there_and_says_how_its_end_is_known() -> None:
 
 
 def test_waits_lie_within_operations_and_end_the_exchanges() -> None:
-    timeline = _traced()[0]
+    timeline = run_once(_trace, 2)[0]
     ops = {(s.step, s.op): s for s in timeline.spans if s.kind == "compute"}
     waits = [span for span in timeline.spans if span.kind == "wait"]
     assert {"send_row_numbers", "lay_out", "update"} <= {wait.op.kind for wait in waits}
@@ -105,7 +102,7 @@ def test_waits_lie_within_operations_and_end_the_exchanges() -> None:
 
 
 def test_the_frame_has_a_line_per_span() -> None:
-    timeline = _traced()[1].for_steps(2, 3)
+    timeline = run_once(_trace, 2)[1].for_steps(2, 3)
     frame = timeline.to_frame()
     assert list(frame.columns) == COLUMNS
     assert len(frame) == len(timeline.spans)
@@ -119,7 +116,7 @@ def test_the_frame_has_a_line_per_span() -> None:
 
 def test_what_is_not_there_is_refused() -> None:
     with pytest.raises(PicassoError, match=re.escape("has steps [1, 2, 3, 4], and none of [9]")):
-        _traced()[0].for_steps(9)
+        run_once(_trace, 2)[0].for_steps(9)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         torch.ones(1).add(1)
     with pytest.raises(PicassoError, match="holds no step of an InterleavedTrainPipeline"):

@@ -138,10 +138,8 @@ def test_negatives_are_as_many_as_the_clicks_of_the_history() -> None:
 def test_tasks_are_as_alike_as_asked() -> None:
     import numpy as np
 
-    def agreement(correlation: float) -> float:
-        data = DataConfig(
-            batch_size=4000, row_scale=0.001, num_tasks=2, task_correlation=correlation
-        )
+    def agreement(alike: float) -> float:
+        data = DataConfig(batch_size=4000, row_scale=0.001, num_tasks=2, task_correlation=alike)
         labels = next(make_source(data, 0).batches(0, 1)).labels.numpy()
         assert labels.shape == (4000, 2)
         return float(np.corrcoef(labels.T)[0, 1])

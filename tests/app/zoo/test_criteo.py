@@ -44,9 +44,7 @@ def test_parquet_and_text_give_equal_batches(tmp_path: Path) -> None:
         assert ours.sparse_features.keys() == [f"c{index}" for index in range(1, 27)]
 
 
-def test_text_is_read_alike_in_small_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_read_alike_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_text(tmp_path / "a", samples(100))
     (whole,) = read_criteo(path)
     monkeypatch.setattr(criteo_files, "_TEXT_BLOCK_BYTES", 2000)

@@ -28,14 +28,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import torchrec_picasso as picasso
 from tests.train_pipeline.runs import run_to_the_end
-from torchrec_picasso import (
-    FrequencyStats,
-    HotColdEmbeddingBagCollectionSharder,
-    HotColdEmbeddingCollectionSharder,
-    InterleavedTrainPipeline,
-    hot_cold_planner,
-)
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.zoo.click_model import ClickModel
 from torchrec_picasso.app.zoo.feature_groups import FeatureGroup, FeatureGroups
@@ -107,9 +101,7 @@ CASES = {
         (*CLICKS, group("network", TARGETS, 8 * 4 + 4 * 4), group("read", HISTORIES)),
         lambda of: CAN(of, NUM_DENSE, (8, 4, 4), 2, 6, (16,), "tanh"),
     ),
-    "wukong": ModelCase(
-        (FIELDS,), lambda of: Wukong(of, NUM_DENSE, (12,), 2, 3, 4, 5, (16,), (8,))
-    ),
+    "wukong": ModelCase((FIELDS,), lambda g: Wukong(g, NUM_DENSE, (12,), 2, 3, 4, 5, (16,), (8,))),
     "dhen": ModelCase((FIELDS,), lambda of: DHEN(of, NUM_DENSE, 2, 4, 2, (16,))),
     "tbsm": ModelCase(CLICKS, lambda of: TBSM(of, NUM_DENSE, (7,), (6,), (9,))),
 }
@@ -157,14 +149,7 @@ def sharded(
     before: Callable[[nn.Module], None] = lambda model: None,
     after: Callable[[nn.Module], None] | None = None,
 ) -> tuple[DistributedModelParallel, Any]:
-    """A model and its optimizers. Collective.
-
-    Args:
-        name: Of a case.
-        is_stock: Whole tables of stock TorchRec; else hot/cold ones.
-        before: Changes the model before it is sharded.
-        after: Wraps its dense part once it is, instead of DDP.
-    """
+    """A model, changed ``before`` and wrapped ``after`` it is sharded (then not by DDP)."""
     model, pg = build(name), dist.group.WORLD
     before(model)
     apply_optimizer_in_backward(RowWiseAdagrad, model.embeddings.parameters(), {"lr": 0.1})
@@ -180,9 +165,12 @@ def sharded(
             debug=False,
         )
     else:
-        sharders = [HotColdEmbeddingBagCollectionSharder(), HotColdEmbeddingCollectionSharder()]
-        stats = FrequencyStats.collect([batch_of(name, step) for step in range(8)], model)
-        planner = hot_cold_planner(
+        sharders = [
+            picasso.HotColdEmbeddingBagCollectionSharder(),
+            picasso.HotColdEmbeddingCollectionSharder(),
+        ]
+        stats = picasso.FrequencyStats.collect([batch_of(name, step) for step in range(8)], model)
+        planner = picasso.hot_cold_planner(
             topology, stats, hot_rows=HOT_ROWS, batch_size=BATCH, debug=False
         )
     plan, tables = planner.collective_plan(model, sharders, pg), tables_of(model)
@@ -250,9 +238,7 @@ def test_groups_of_one_column_have_a_table_each_or_share_it() -> None:
         ),
     ],
 )
-def test_groups_that_do_not_fit_are_refused(
-    target: dict[str, Any], history: dict[str, Any], said: str
-) -> None:
+def test_unfit_groups_refused(target: dict[str, Any], history: dict[str, Any], said: str) -> None:
     groups = [
         replace(group("a", ("item",)), **target),
         replace(group("b", ("item_history",)), **history),
@@ -295,12 +281,10 @@ def _train(rank: int, world_size: int, name: str, wrapper: str) -> dict[Any, Any
     batches = [batch_of(name, step * world_size + rank) for step in range(STEPS)]
     model, optimizer = sharded(name, is_stock=True)
     pipeline: Any = TrainPipelineSparseDist(model, optimizer, CPU)
-    found: dict[Any, Any] = {
-        "stock": (run_to_the_end(pipeline, iter(batches)), _dense_weights(model))
-    }
+    found = {"stock": (run_to_the_end(pipeline, iter(batches)), _dense_weights(model))}
     for number in (None, 1, 2, 4) if wrapper else (1, 4):
         model, optimizer = sharded(name, is_stock=False, **WRAPPED[wrapper])
-        pipeline = InterleavedTrainPipeline(
+        pipeline = picasso.InterleavedTrainPipeline(
             model, optimizer, CPU, num_micro_batches=number, lookahead=True
         )
         if wrapper and number in (2, 4):  # what compilers and FSDP do inside is not seen

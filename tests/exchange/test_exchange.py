@@ -1,11 +1,14 @@
-"""Exchanges in flight at once do not meet, and one that nobody waits for holds up no other; gloo's
-threads are less urgent than the one that trains, once something has been exchanged."""
+"""Flags are agreed on by all ranks of a group, whatever else is on the wire; exchanges in flight at
+once do not meet, and one that nobody waits for holds up no other; gloo's threads are less urgent
+than the one that trains; what is taken for a broken exchange, and what for a rank's own failure."""
 
+import datetime
 import os
 import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +16,53 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.errors import PeerError
+from torchrec_picasso.exchange import agreement
+from torchrec_picasso.exchange.agreement import Agreement, Flags
 from torchrec_picasso.exchange.all_to_all import Ranks, let_training_go_first
+from torchrec_picasso.exchange.peers import Peers
 from torchrec_picasso.exchange.waiting import Pending
+
+CPU = torch.device("cpu")
+
+
+def _agree(rank: int, world_size: int) -> list[bool]:
+    """Who speaks: nobody, each rank in turn, all; messages of the group itself are under way."""
+    pg = dist.group.WORLD
+    found = []
+    for speaking in ([], *([each] for each in range(world_size)), list(range(world_size))):
+        sent, received = torch.ones(8 * world_size), torch.empty(8 * world_size)
+        rows = Ranks(pg).start_all_to_all(received, sent, *[[8] * world_size] * 2, most_sent=_MUCH)
+        asked = Agreement(pg, CPU, Flags(homes_written=rank in speaking))
+        found.append(Flags.largest(asked.wait()).homes_written)
+        assert Flags.largest(asked.wait()) == Flags(homes_written=found[-1]), "once is enough"
+        rows.wait()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_one_rank_is_enough(world_size: int) -> None:
+    expected = [False, *[True] * (world_size + 1)]
+    assert run_ranks(_agree, world_size, timeout_s=60) == [expected] * world_size
+
+
+def _agree_in_halves(rank: int, world_size: int) -> tuple[bool, float]:
+    halves = [
+        dist.new_group(ranks, timeout=datetime.timedelta(seconds=17)) for ranks in ([0, 3], [1, 2])
+    ]
+    mine = halves[0 if rank in (0, 3) else 1]
+    asked = Agreement(mine, CPU, Flags(homes_written=rank == 3))
+    found = Flags.largest(asked.wait()).homes_written
+    assert Flags.largest(Agreement(mine, CPU, Flags()).wait()) == Flags()
+    own = agreement._groups[mine]._get_backend(CPU)
+    return found, own.options._timeout.total_seconds()
+
+
+def test_groups_agree_for_themselves() -> None:
+    """Ranks of a group alone make the group of its flags, which waits no longer than theirs."""
+    found = run_ranks(_agree_in_halves, 4, timeout_s=60)
+    assert found == [(True, 17.0), (False, 17.0), (False, 17.0), (True, 17.0)]
+
 
 NUM_EXCHANGES = 300
 MOST_IN_FLIGHT = 4
@@ -110,3 +158,60 @@ def test_a_process_without_gloo_is_left_alone() -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
     let_training_go_first()
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+class _Alone:
+    """A process group of one rank, without a store."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+    def get_group_store(self) -> Any:
+        raise RuntimeError("no store")
+
+
+class _OwnError(RuntimeError):
+    pass
+
+
+IN_GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer"
+
+
+def _raise(error: Exception) -> None:
+    with Peers(_Alone()).propagate_errors(lambda: "step 3"):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(IN_GLOO),
+        RuntimeError("[enforce fail at /src/gloo/transport/tcp/pair.cc:446] 184 vs 4"),
+        RuntimeError("Application timeout caused pair closure"),
+        dist.DistNetworkError("the store is gone"),
+    ],
+)
+def test_a_broken_exchange_is_explained(error: Exception) -> None:
+    with pytest.raises(PeerError, match="rank 0 waited in vain in step 3") as caught:
+        _raise(error)
+    assert str(error) in str(caught.value)
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("the column gloomy has 3 values, igloo 4"),
+        RuntimeError("gloo is what this model was trained with"),
+        RuntimeError("the feature store said: connection reset by peer"),
+        _OwnError(IN_GLOO),
+        ValueError(IN_GLOO),
+    ],
+)
+def test_a_models_own_words_stay(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        _raise(error)
+    assert caught.value is error

@@ -1,9 +1,16 @@
-"""How a benchmark must refuse what it cannot run."""
+"""What a refused call or benchmark says."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+
+
+def refusal(kind: Any, act: Callable[..., Any], /, *args: Any, **options: Any) -> str:
+    """The words of the error that a call must raise."""
+    with pytest.raises(kind) as caught:
+        act(*args, **options)
+    return str(caught.value)
 
 
 def refusal_of(
