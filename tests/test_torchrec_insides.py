@@ -61,6 +61,7 @@ INHERITED: dict[str, set[str]] = {
     "TensorBase": {"detach"},
     "TrainPipelineSparseDist": {
         *("_batch_count", "_create_context", "_device", "_model", "_model_attached", "_optimizer"),
+        "_dataloader_exhausted",
         *("_model_fwd", "_execute_all_batches", "contexts", "progress"),
         *("_data_dist_stream", "_memcpy_stream", "copy_batch_to_gpu", "wait_sparse_data_dist"),
         *("_original_forwards", "_original_kjt_dist_forwards"),

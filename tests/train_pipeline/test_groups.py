@@ -13,7 +13,6 @@ from torchrec.distributed.types import ShardingEnv
 
 from tests.sharding.jobs import (
     ATOL,
-    CPU,
     PLAIN,
     RTOL,
     Job,
@@ -25,7 +24,7 @@ from tests.sharding.jobs import (
     params_of,
     way_of,
 )
-from tests.support.placing import distribute, place
+from tests.support.placing import CPU, distribute, place
 from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import batches_of
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, InterleavedTrainPipeline

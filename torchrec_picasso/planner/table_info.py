@@ -21,7 +21,7 @@ from torchrec.distributed.utils import (
     merge_fused_params,
     optimizer_type_to_emb_opt_type,
 )
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_picasso._torchrec import optimizer_multiplier
@@ -191,13 +191,17 @@ def _stock_types(
     Only if the user's constraints name types: column-wise sharding of a row-wise optimizer, which
     has a state per column shard and so trains another model, and data-parallel sharding, which
     needs an optimizer in the dense part. Only without other types: row-wise sharding that leaves a
-    rank without rows, because FBGEMM assumes that tables without rows are in GPU memory.
+    rank without rows, because FBGEMM assumes that tables without rows are in GPU memory; and whole
+    tables of an output type of their own, of which TorchRec sends FP32 from ranks without them.
     """
     offered = {option.sharding_type for option in options}
     found = [kind for kind in STOCK_TYPES if kind in offered]
     row_wise = (o for o in options if o.sharding_type == ShardingType.ROW_WISE.value)
     if len(found) > 1 and any(shard.size[0] == 0 for o in row_wise for shard in o.shards):
         found.remove(ShardingType.ROW_WISE.value)
+    has_own_type = options[0].output_dtype not in (None, DataType.FP32)
+    if has_own_type and ShardingType.ROW_WISE.value in found:
+        found = [ShardingType.ROW_WISE.value]
     if constrained_types:
         return tuple(found)
     optimizer = optimizer_class(options[0])
