@@ -7,21 +7,10 @@ rows and gradients on the wire are chosen in one place. Rows and gradients use T
 The all-to-all uses the link in both directions at once. gloo's own posts its sends before its
 receives. A late rank therefore writes its data ahead of the notice that it is ready to receive, on
 the same connection, and its peer's data waits until all of that is through: the link carries one
-<<<<<<< HEAD
-direction at a time. Ranks of a real step never arrive at the same time. Messages between pairs of
-ranks, with receives posted first, avoid the problem: 110 instead of 60 MB/s per direction between 2
-ranks on 1 Gbit/s, 110 instead of 80 among 3 (``benchmarks/cluster``, 8 MB a pair). The all-to-all
-of other backends does not have this problem.
-
-Small exchanges take gloo's all-to-all, which a thread of the process group posts: the training
-thread spends 0.04 ms on it instead of 0.12, and no thread retries a lock that another holds. Up to
-64 KiB a pair it takes 0.15 to 0.25 ms of CPU time instead of 0.5 to 1.2 beside a training thread
-at work, at 1 and 10 Gbit/s between 2 ranks; above, pairs of messages are faster at 1 Gbit/s.
-=======
 direction at a time. Messages between pairs of ranks, with receives posted first, avoid the problem,
 which other backends do not have. Small exchanges take gloo's all-to-all, which a thread of the
-process group posts. Figures are in docs/decisions/gloo_messages.md.
->>>>>>> leanlib
+process group posts: it costs less CPU time up to 64 KiB a pair. Figures are in
+docs/decisions/gloo_messages.md.
 
 Messages between two ranks of one group share a connection and arrive in start order: a small one
 waits for every byte started before. All-to-alls and flags therefore have gloo groups of their own.
