@@ -1,20 +1,15 @@
 """Exceptions in the middle of a run, detaching and attaching: what is lost, and nothing else.
 
 Two pipelines over one model: each sees the updates of the other, or is refused by name.
-The states of a pipeline: which may follow which, and what a failed step leaves.
-A rank that raises ends all with its own message; one that hangs is named, and who waits."""
+The states of a pipeline: which may follow which, and what a failed step leaves."""
 
 import dataclasses
-import datetime
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
@@ -25,7 +20,7 @@ from tests.support.placing import CPU
 from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
 from tests.train_pipeline import runs
-from torchrec_picasso import CompatError, PeerError
+from torchrec_picasso import CompatError
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 from torchrec_picasso.errors import InputError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement
@@ -357,150 +352,3 @@ def test_only_reset_leaves_a_failed_step(after: State) -> None:
         lifecycle.check_step()
     lifecycle.reset()
     assert lifecycle.state is after
-
-
-HEARD = Job(placement={"*": 2, "one_row": 1}, tables=ODD)
-HEARD_BESIDE_STOCK = Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN)
-GROUP_TIMEOUT_S = 5.0
-FAULTY = 1
-WORLD_SIZE = 3
-BROKEN_STEP = 4
-
-
-def break_it() -> None:
-    raise BrokenError("the user's own words")
-
-
-def hang() -> None:
-    time.sleep(2 * GROUP_TIMEOUT_S)
-    raise BrokenError("nobody waits any more")
-
-
-def forget_graphs() -> None:
-    torch.set_grad_enabled(False)
-
-
-def with_fault(batches: list[Batch], act: Callable[[], None]) -> Iterator[Batch]:
-    yield from batches[:BROKEN_STEP]
-    act()
-
-
-def put_into_forward(model: Any, act: Callable[[], None]) -> Callable[[], None]:
-    """Gives what makes the next forward act."""
-    whole_forward, armed = model.module.forward, []
-
-    def forward(batch: Batch) -> Any:
-        if armed:
-            act()
-        return whole_forward(batch)
-
-    model.module.forward = forward
-    return lambda: armed.append(True)
-
-
-def fail_on_one_rank(
-    rank: int,
-    world_size: int,
-    top: str,
-    job: Job,
-    where: str,
-    act: Callable[[], None],
-    stays_s: float = 0.0,
-    is_ours: bool = True,
-) -> tuple[str, str, float]:
-    """Kind and text of what a rank raises, and after how many seconds.
-
-    Then the rank keeps its connections for ``stays_s``, as a program does that catches the error.
-    """
-    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
-    dist.barrier()  # so that joining takes none of the timeout
-    dist.destroy_process_group()  # one with a timeout of its own
-    store = dist.FileStore(str(Path(top, "store")), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    model = build(job, rank, world_size)
-    pipeline = (
-        runs.pipeline_of(model, num_micro_batches=1) if is_ours else runs.make_driver(None, model)
-    )
-    arm = put_into_forward(model, act)
-    batches = runs.batches_of(job, rank, range(9))
-    if is_ours and job is HEARD:  # a failure that all got over must not be heard of again
-        bad = runs.batches_of(job, rank, range(1))
-        bad[0].sparse_features._values = torch.full_like(bad[0].sparse_features.values(), 10**6)
-        with pytest.raises(InputError):
-            pipeline.progress(iter(bad))
-    stream = iter(batches)
-    if rank == FAULTY and where == "data":
-        stream = with_fault(batches, act)
-    start = time.monotonic()
-    try:
-        for step in range(9):
-            if rank == FAULTY and where == "forward" and step == BROKEN_STEP:
-                arm()
-            start = time.monotonic()
-            pipeline.progress(stream)
-    except Exception as error:
-        raised = type(error).__name__, str(error), time.monotonic() - start
-    else:
-        raised = "nothing", "", 0.0
-    if rank == FAULTY:
-        time.sleep(stays_s)
-    dist.destroy_process_group()  # as the end of the process would
-    return raised
-
-
-@pytest.mark.parametrize(
-    ("job", "where", "at"),
-    [
-        (HEARD, "forward", "step 4, forward 0"),
-        (HEARD, "data", "step 2, next batch"),
-        (HEARD_BESIDE_STOCK, "forward", "step 4, forward 0"),
-    ],
-    ids=["rows", "data", "mixed"],
-)
-def test_a_rank_that_raises_is_heard_by_all(tmp_path: Path, job: Job, where: str, at: str) -> None:
-    args = (str(tmp_path), job, where, break_it)
-    raised = run_ranks(fail_on_one_rank, WORLD_SIZE, *args, timeout_s=60)
-    for rank, (kind, text, _) in enumerate(raised):
-        if rank == FAULTY:
-            assert (kind, text) == ("BrokenError", "the user's own words")
-        else:
-            expected = f"rank {FAULTY} failed in {at}: BrokenError: the user's own words"
-            assert (kind, text) == (PeerError.__name__, expected)
-
-
-@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "stock"])
-def test_peers_of_a_rank_that_lives_on_wait_for_the_timeout(tmp_path: Path, is_ours: bool) -> None:
-    """As long under TorchRec's pipeline, whose error does not say why."""
-    args = (str(tmp_path), HEARD, "forward", break_it, 3 * GROUP_TIMEOUT_S, is_ours)
-    raised = run_ranks(fail_on_one_rank, WORLD_SIZE, *args, timeout_s=60)
-    words = "the user's own words"
-    for rank, (kind, text, after_s) in enumerate(raised):
-        if rank == FAULTY:
-            assert (kind, text) == ("BrokenError", words)
-            continue
-        assert GROUP_TIMEOUT_S - 1 < after_s < 2.5 * GROUP_TIMEOUT_S
-        assert kind == ("PeerError" if is_ours else "RuntimeError")
-        assert (words in text) == is_ours
-
-
-def test_a_loss_without_a_graph_on_one_rank_is_heard_by_all(tmp_path: Path) -> None:
-    args = (str(tmp_path), HEARD, "forward", forget_graphs)
-    raised = run_ranks(fail_on_one_rank, WORLD_SIZE, *args, timeout_s=60)
-    kinds = ["RuntimeError" if rank == FAULTY else "PeerError" for rank in range(WORLD_SIZE)]
-    assert [kind for kind, _, _ in raised] == kinds
-    for _, text, _ in raised:
-        assert "element 0 of tensors does not require grad" in text
-
-
-def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path: Path) -> None:
-    args = (str(tmp_path), HEARD, "forward", hang)
-    raised = run_ranks(fail_on_one_rank, WORLD_SIZE, *args, timeout_s=60)
-    for rank, (kind, text, after_s) in enumerate(raised):
-        if rank == FAULTY:
-            continue
-        assert kind == PeerError.__name__
-        assert text.startswith(f"rank {rank} waited in vain in step 4, ")
-        assert text.endswith(f"; rank {FAULTY} said nothing: it hangs or was ended")
-        other = ({0, 1, 2} - {FAULTY, rank}).pop()
-        assert f"; rank {other} waited in step 4, " in text
-        assert after_s < 2 * GROUP_TIMEOUT_S
