@@ -103,8 +103,6 @@ def worked_example() -> Lines:
         request.send_dirty_mask(earlier)
     layouts = [request.lay_out() for request in requests]
     packs = [layout.packs[0] for layout in layouts]
-    request_order = [_packed(request) for request in requests]
-    lines |= _of_layouts(packs, request_order)
     rows_W = [BatchRows(group, layout) for group, layout in zip(world.groups, layouts)]
     for fetch in (
         BatchRows.fetch_clean,
@@ -114,7 +112,10 @@ def worked_example() -> Lines:
         for rows in rows_W:
             fetch(rows)
     gradients = [BatchGradients(group, layout) for group, layout in zip(world.groups, layouts)]
-    return lines | _of_parts(rows_W, gradients) | _of_update(world, packs, gradients)
+    lines |= _of_parts(rows_W, gradients)
+    # A row holds its linear id in each column.
+    fetched = [rows._matrices.tensors[0][:, 0].long() for rows in rows_W]
+    return lines | _of_layouts(packs, fetched) | _of_update(world, packs, gradients)
 
 
 def _packed(batch: RowRequest) -> list[int]:
@@ -155,7 +156,7 @@ def _of_ids(world: World, batches: Sequence[RowRequest]) -> Lines:
             features, lambda f: _join(*f.values().split(f.length_per_key()))
         ),
         "linear ids": _each(
-            [route.space.linearize(f.values(), _lookups(f))[0] for f in features],
+            [route.space.linearize(f.values(), _lookups(f).cumsum(0))[0] for f in features],
             lambda ids: _join(ids),
         ),
         "in bag order, by micro-batch": _each(
@@ -184,19 +185,16 @@ def _by_chunk(of_places: Sequence[int]) -> list[int]:
     return torch.tensor(of_places).view(NUM_PARTS, NUM_RANKS).sum(1).tolist()
 
 
-def _of_layouts(packs: Sequence[PackLayout], request_order: Sequence[list[int]]) -> Lines:
+def _of_layouts(packs: Sequence[PackLayout], fetched: Sequence[Tensor]) -> Lines:
     exchanges = range(1 + NUM_PARTS)
 
     def fetch_order(rank: int) -> str:
-        pack, ids = packs[rank], torch.tensor(request_order[rank])
-        num_hot = pack.hot_slots.numel()
-        cold = pack.wanted_by_fetch.arrange(ids[num_hot:])
-        fetched = _cut(cold, map(pack.wanted_by_fetch.slice_of, exchanges))
-        return _join(ids[:num_hot], *fetched)
+        pack, ids = packs[rank], fetched[rank]
+        cold = _cut(ids[pack.cold_slice], map(pack.wanted_by_fetch.slice_of, exchanges))
+        return _join(ids[pack.hot_slice], *cold)
 
     def from_the_other(rank: int) -> str:
-        pack, ids = packs[rank], torch.tensor(request_order[rank])
-        cold = pack.wanted_by_fetch.arrange(ids[pack.hot_slots.numel() :])
+        pack, cold = packs[rank], fetched[rank][packs[rank].cold_slice]
         received = []
         for exchange, counts_W in enumerate(pack.wanted_by_fetch.counts_EW):
             by_rank = cold[pack.wanted_by_fetch.slice_of(exchange)].split(counts_W)

@@ -49,11 +49,11 @@ TABLES = (
 
 
 def test_partition_is_the_same_as_on_cpu() -> None:
-    rows_N, lookups_F = torch.randint(0, 50, (40,)), torch.tensor([20, 20, 0])
+    rows_N, end_F = torch.randint(0, 50, (40,)), torch.tensor([20, 40, 40])
     parts = []
     for device in (torch.device("cpu"), CUDA):
         space, hot = IdSpace.build(TABLES, device), HotSlots.build(TABLES, device)
-        linear_N, num_outside = space.linearize(rows_N.to(device), lookups_F.to(device))
+        linear_N, num_outside = space.linearize(rows_N.to(device), end_F.to(device))
         assert num_outside == 0
         located = locate_rows(unique_rows(linear_N).ids_U, space, hot)
         parts.append(

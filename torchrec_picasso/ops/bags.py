@@ -36,7 +36,7 @@ from torch import Tensor
 
 from torchrec_picasso.ops.ids import segment_of
 from torchrec_picasso.ops.pack_plan import PackPlan
-from torchrec_picasso.ops.row_order import LocatedRows, UniqueRows, stable_order
+from torchrec_picasso.ops.row_order import LocatedRows, UniqueRows, first_of_runs, stable_order
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
 
 Counts = Sequence[Sequence[int]]
@@ -177,25 +177,26 @@ class BatchCut:
         return [[[next(rest) for _ in bags_J] for bags_J in row] for row in self.segments_MK]
 
 
-def count_lookups(offsets_S1: Tensor, bags_J: Sequence[int]) -> Tensor:
-    """Counts the lookups of segments of ``bags_J`` bags each: int64, on the offsets' device."""
+def segment_edges(offsets_S1: Tensor, bags_J: Sequence[int]) -> Tensor:
+    """Returns the first lookup of each segment of ``bags_J`` bags, and the last one's end: int64,
+    shape ``(J + 1,)``, on the offsets' device."""
     edges_J1 = [0, *accumulate(bags_J)]
     if offsets_S1.device.type == "cpu":
-        return torch.from_numpy(np.diff(offsets_S1.numpy()[edges_J1].astype(np.int64)))
+        return torch.from_numpy(offsets_S1.numpy()[edges_J1].astype(np.int64))
     # The edges are copied to the device without a host sync.
     edges = torch.tensor(edges_J1).to(offsets_S1.device, non_blocking=True)
-    return torch.diff(offsets_S1.index_select(0, edges).to(torch.int64))
+    return offsets_S1.index_select(0, edges).to(torch.int64)
 
 
 def micro_batch_of_lookup(
-    counts_J: Tensor, micro_batch_J: Sequence[int], num_lookups: int
+    edges_J1: Tensor, micro_batch_J: Sequence[int], num_lookups: int
 ) -> Tensor:
-    """Returns the micro-batch of each lookup in bag order, int64, shape ``(N,)``. ``counts_J`` is a
-    result of :func:`count_lookups`, ``micro_batch_J`` that of each segment."""
-    numbers = torch.tensor(micro_batch_J, dtype=torch.int64).to(counts_J.device, non_blocking=True)
-    if counts_J.device.type == "cpu":
-        return torch.repeat_interleave(numbers, counts_J, output_size=num_lookups)
-    return numbers.index_select(0, segment_of(counts_J.cumsum(0), num_lookups))
+    """Returns the micro-batch of each lookup in bag order, int64, shape ``(N,)``. ``edges_J1`` is a
+    result of :func:`segment_edges`, ``micro_batch_J`` that of each segment."""
+    numbers = torch.tensor(micro_batch_J, dtype=torch.int64).to(edges_J1.device, non_blocking=True)
+    if edges_J1.device.type == "cpu":
+        return torch.repeat_interleave(numbers, edges_J1.diff(), output_size=num_lookups)
+    return numbers.index_select(0, segment_of(edges_J1[1:], num_lookups))
 
 
 def cut_pooling(
@@ -340,9 +341,7 @@ def _group_by_micro_batch(
     row_N = rows.row_of_lookup_N.index_select(0, lookups_N)
     # Shape (G,): a group starts where the row changes or a new (micro-batch, matrix) begins. The
     # mask has one entry more than rows, so that the last edge (= N) is a valid index.
-    is_start_N1 = torch.ones(row_N.numel() + 1, dtype=torch.bool, device=row_N.device)
-    torch.ne(row_N[1:], row_N[:-1], out=is_start_N1[1:-1])
-    is_start_N1.index_fill_(0, edges, True)
+    is_start_N1 = first_of_runs(row_N).index_fill_(0, edges, True)
     # The only host copy: G_km = number of group starts between neighbouring edges.
     if is_start_N1.device.type == "cpu":
         start_G = is_start_N1[:-1].nonzero().squeeze(1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.ops.bags import Bags, bag_order, count_lookups, reorder_bags
+from torchrec_picasso.ops.bags import Bags, bag_order, reorder_bags, segment_edges
 from torchrec_picasso.ops.ids import IdSpace
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import UniqueRows, unique_rows
@@ -91,8 +91,8 @@ class IdReader:
         each micro-batch, one ``None`` if every feature has its own size.
         """
         # Linear ids (N,) -> bag order (N,) -> unique rows (U,).
-        lookups_F = count_lookups(features.offsets(), features.stride_per_key())
-        linear_N, outside_ids = self.space.linearize(features.values(), lookups_F)
+        edges_F1 = segment_edges(features.offsets(), features.stride_per_key())
+        linear_N, outside_ids = self.space.linearize(features.values(), edges_F1[1:])
         source_N = None
         if is_weighted and self.plan.has_pooling:
             source_N = torch.arange(linear_N.numel(), device=linear_N.device)

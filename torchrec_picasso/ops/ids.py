@@ -123,17 +123,18 @@ class IdSpace:
             block_shift_TW=ids(shifts),
         )
 
-    def linearize(self, rows_N: Tensor, counts_F: Tensor) -> tuple[Tensor, Tensor]:
+    def linearize(self, rows_N: Tensor, end_F: Tensor) -> tuple[Tensor, Tensor]:
         """Converts rows of tables to linear ids, as :func:`shift_rows`. Ids are int32 when the
         space allows, which halves the cost of sorting."""
         base_F, limit_F = self.feature_base_F, self.feature_rows_F
-        return shift_rows(rows_N, counts_F, base_F, limit_F, self.id_dtype)
+        return shift_rows(rows_N, end_F, base_F, limit_F, self.id_dtype)
 
     def find_blocks(self, ids_n: Tensor) -> tuple[Tensor, Tensor]:
         """Finds the (table, home rank) block and the home row of linear ids, all int64. A home row
         is counted in the home rank's storage of the pack. O(n log(T W)) time, no host sync."""
-        # right=True skips empty blocks: the last block that starts at or below the id contains it.
-        block_n = torch.searchsorted(self.block_start_TW, ids_n, right=True).sub_(1)
+        # The last block that starts at or below the id contains it; right=True skips empty ones.
+        # Without the first block the number of such blocks is the index.
+        block_n = torch.searchsorted(self.block_start_TW[1:], ids_n, right=True)
         return block_n, self.block_shift_TW.index_select(0, block_n).add_(ids_n)
 
     @property
@@ -203,13 +204,13 @@ def table_bases(tables: Sequence[PackedTable]) -> list[int]:
 
 
 def shift_rows(
-    rows_N: Tensor, counts_F: Tensor, first_F: Tensor, limit_F: Tensor, dtype: torch.dtype
+    rows_N: Tensor, end_F: Tensor, first_F: Tensor, limit_F: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Adds the first number of each feature's table to the rows of its lookups. No host sync.
 
     Args:
         rows_N: Row of each lookup in its table, any integer type, by feature.
-        counts_F: Number of lookups of each feature, int64, summing to N.
+        end_F: End of the lookups of each feature, int64, ascending; the last one is N.
         first_F: Number of row 0 of each feature's table, int64.
         limit_F: Number of rows of each feature's table, int64.
         dtype: Type of the result.
@@ -218,7 +219,7 @@ def shift_rows(
         Numbers, shape ``(N,)``, 0 for rows outside their table, and the count of such rows, 0-d.
     """
     if rows_N.device.type == "cpu" and rows_N.dtype in _UNSIGNED:
-        rows, counts = rows_N.contiguous().numpy(), counts_F.numpy()
+        rows, counts = rows_N.contiguous().numpy(), np.diff(end_F.numpy(), prepend=0)
         # As unsigned integers, negative rows become the largest numbers. reduceat takes the maximum
         # from each start to the next, so features without lookups are removed first: an empty range
         # would yield a wrong value.
@@ -232,7 +233,7 @@ def shift_rows(
             np.add(shifted, rows, out=shifted, casting="unsafe")
             return torch.from_numpy(shifted), torch.zeros((), dtype=torch.int64)
     # Other devices, other types, or rows outside their table: expand (F,) to (N,) and mask.
-    feature_N = segment_of(counts_F.cumsum(0), rows_N.numel())
+    feature_N = segment_of(end_F, rows_N.numel())
     outside_N = (rows_N < 0) | (rows_N >= limit_F.index_select(0, feature_N))
     shifted_N = first_F.index_select(0, feature_N).add_(rows_N).masked_fill_(outside_N, 0)
     return shifted_N.to(dtype), outside_N.sum()
@@ -249,8 +250,8 @@ def bits_to_words(mask_H: Tensor) -> Tensor:
     if not mask_H.numel():
         return mask_H.new_empty(0, dtype=torch.int64)
     num_words = -(-mask_H.numel() // (8 * _WORD_BYTES))
-    # Padded to whole words as (bytes, 8 bits); a byte is the sum of its bits times their powers.
+    # Padded to whole words as (bytes, 8 bits); a byte is the sum of its shifted bits.
     padded = mask_H.new_zeros(num_words * _WORD_BYTES, 8)
     padded.view(-1)[: mask_H.numel()] = mask_H
-    powers_of_two = 2 ** torch.arange(8, dtype=torch.uint8, device=mask_H.device)
-    return (padded * powers_of_two).sum(1, dtype=torch.uint8).view(torch.int64)
+    bit = torch.arange(8, dtype=torch.uint8, device=mask_H.device)
+    return (padded << bit).sum(1, dtype=torch.uint8).view(torch.int64)

@@ -130,10 +130,10 @@ class UniqueRows:
 
 
 def first_of_runs(sorted_N: Tensor) -> Tensor:
-    """Marks the first entry of each run of equal values."""
-    first_N = torch.ones_like(sorted_N, dtype=torch.bool)
-    torch.ne(sorted_N[1:], sorted_N[:-1], out=first_N[1:])
-    return first_N
+    """Marks the first entry of each run of equal values, and the end: bool, ``(N + 1,)``."""
+    first_N1 = torch.ones(sorted_N.numel() + 1, dtype=torch.bool, device=sorted_N.device)
+    torch.ne(sorted_N[1:], sorted_N[:-1], out=first_N1[1:-1])
+    return first_N1
 
 
 def unique_rows(ids_N: Tensor) -> UniqueRows:
@@ -142,15 +142,14 @@ def unique_rows(ids_N: Tensor) -> UniqueRows:
     Costs one sort of N, and one host sync on CUDA for U.
     """
     sorted_N, lookups_by_row_N = sort_with_tags(ids_N)
-    first_N = first_of_runs(sorted_N)
-    start_U = nonzero_indices(first_N)
+    first_N1 = first_of_runs(sorted_N)
+    edges_U1 = nonzero_indices(first_N1)
     # row_N: index of the row for each lookup in sorted order, shape (N,). The scatter moves it back
     # to the input order of the lookups.
-    row_N = first_N.cumsum(0).sub_(1)
+    row_N = first_N1[:-1].cumsum(0).sub_(1)
     row_of_lookup_N = torch.empty_like(row_N).scatter_(0, lookups_by_row_N, row_N)
-    counts_U = torch.diff(start_U, append=start_U.new_full((1,), ids_N.numel()))
-    ids_U = sorted_N.index_select(0, start_U)
-    return UniqueRows(ids_U, row_of_lookup_N, lookups_by_row_N, counts_U)
+    ids_U = sorted_N.index_select(0, edges_U1[:-1])
+    return UniqueRows(ids_U, row_of_lookup_N, lookups_by_row_N, edges_U1.diff())
 
 
 CLEAN = 0
@@ -211,7 +210,7 @@ def locate_rows(
         slot_U, is_hot_U = hot.find(ids_U)
         segment_U = torch.where(is_hot_U, replicas_TW.index_select(0, block_U), segment_U)
         storage_row_U = torch.where(is_hot_U, slot_U, storage_row_U)
-        is_used_H1[torch.where(is_hot_U, slot_U, hot.num_rows)] = True
+        is_used_H1.index_fill_(0, torch.where(is_hot_U, slot_U, hot.num_rows), True)
     # Rows ascend within a segment because tables of one pack are side by side and ascend at each
     # home rank; the sort by segment must therefore be stable.
     order_U, counts = _sort_by_segment(segment_U, space.num_packs * per_pack)
@@ -249,36 +248,25 @@ class ExchangeSplits:
         return slice(self.edges[exchange], self.edges[exchange + 1])
 
 
-@dataclass(frozen=True)
-class FetchOrder(ExchangeSplits):
-    """The fetch order of one pack's rows, and its split into exchanges."""
-
-    order_n: Tensor | None
-    """Position in request order of each row in fetch order, int64; ``None`` = equal orders."""
-
-    def arrange(self, values_n: Tensor) -> Tensor:
-        """Puts values from request order into fetch order."""
-        return values_n if self.order_n is None else values_n.index_select(0, self.order_n)
-
-
-def all_dirty(counts_KW: list[list[int]]) -> FetchOrder:
-    """The fetch order of rows that are all dirty: their request order."""
-    return FetchOrder([[0] * len(counts_KW[0]), *counts_KW], order_n=None)
+def all_dirty(counts_KW: list[list[int]]) -> ExchangeSplits:
+    """The split in fetch order of rows that are all dirty: that of request order."""
+    return ExchangeSplits([[0] * len(counts_KW[0]), *counts_KW])
 
 
 def find_fetch_orders(
-    counts: Sequence[list[list[int]]], dirty: Sequence[Tensor | None]
-) -> list[FetchOrder]:
-    """Computes the fetch orders of several lists of rows from dirty masks in request order.
+    counts: Sequence[list[list[int]]], dirty_n: Tensor | None
+) -> tuple[list[ExchangeSplits], Tensor | None]:
+    """Computes the fetch orders of several lists of rows from their dirty mask in request order.
 
-    ``counts`` are numbers of rows by list, chunk and rank. A mask is uint8, 0 or 1; ``None`` = all
-    dirty, then in every list. Costs one stable sort of small integers and a host sync on CUDA for
-    all lists; nothing without masks.
+    ``counts`` are numbers of rows by list, chunk and rank. The mask is uint8, 0 or 1, list after
+    list; ``None`` = all rows are dirty. Costs one stable sort of small integers and a host sync on
+    CUDA; nothing without a mask.
+
+    Returns the split of each list in fetch order, and the position in request order of each row in
+    fetch order, int64, list after list; ``None`` = equal orders.
     """
-    masks = [dirty_n for dirty_n in dirty if dirty_n is not None]
-    if not masks:
-        return [all_dirty(counts_KW) for counts_KW in counts]
-    dirty_n = masks[0] if len(masks) == 1 else torch.cat(masks)
+    if dirty_n is None:
+        return [all_dirty(counts_KW) for counts_KW in counts], None
     # From segments of request order (list, chunk, rank) to those of fetch order (list, exchange,
     # rank): a dirty row of chunk k belongs to exchange 1 + k, a clean row of any chunk to 0.
     asked = np.array(counts)
@@ -295,36 +283,31 @@ def find_fetch_orders(
     # By segment of request order, that of its clean rows in fetch order, then of its dirty rows.
     fetched_n = on_device[asked.size :].index_select(0, asked_n.add_(dirty_n, alpha=asked.size))
     order_n, found = _sort_by_segment(fetched_n, fetched.size)
-    by_list = found.view(num_lists, -1, world_size).tolist()
-    sizes = [sum(map(sum, counts_EW)) for counts_EW in by_list]
-    orders = list(order_n.split(sizes))
-    if num_lists > 1:  # each from 0
-        orders[1:] = torch._foreach_sub(orders[1:], [*accumulate(sizes)][:-1])
-    return [FetchOrder(counts_EW, order) for counts_EW, order in zip(by_list, orders)]
+    splits = [ExchangeSplits(counts) for counts in found.view(num_lists, -1, world_size).tolist()]
+    return splits, order_n
 
 
-def fetch_positions(located: LocatedRows, packs: Sequence[tuple[Tensor, FetchOrder]]) -> Tensor:
+def fetch_positions(
+    located: LocatedRows, order_n: Tensor | None, hot_cold_P: Sequence[tuple[int, int]]
+) -> Tensor:
     """Computes the position of each unique row, by ascending id, among the fetched rows: int64.
 
-    Positions are consecutive over packs. In each pack the hot rows, by slot, come first, then the
-    cold rows in fetch order.
+    Positions are consecutive over packs, of which ``hot_cold_P`` are the numbers of hot and of cold
+    rows. In each pack the hot rows, by slot, come first, then the cold rows in fetch order;
+    ``order_n`` is that of the cold rows, pack after pack, a result of :func:`find_fetch_orders`.
     """
-    if all(cold.order_n is None for _, cold in packs):
+    if order_n is None:
         return located.request_position_U
-    positions, start = [], 0
-    # Fetch position of each row in request order, shape (U,). Hot rows are read locally and keep
-    # their order.
-    for slots_h, cold in packs:
-        first_cold = start + slots_h.numel()
-        positions.append(torch.arange(start, first_cold, device=slots_h.device))
-        start = first_cold + cold.num_rows
-        in_order = torch.arange(first_cold, start, device=slots_h.device)
-        if cold.order_n is not None:
-            # Inverse permutation: scatter the new position i to the old position order_n[i].
-            in_order = torch.empty_like(in_order).scatter_(0, cold.order_n, in_order)
-        positions.append(in_order)
-    # From request order to ascending id.
-    return torch.cat(positions).index_select(0, located.request_position_U)
+    counting_U = torch.arange(located.order_U.numel(), device=order_n.device)
+    if any(hot for hot, _ in hot_cold_P):
+        hot_P, cold_P = zip(*hot_cold_P)
+        # Hot rows are read locally and keep their place, which moves the cold rows behind them.
+        kept_P = counting_U.split([num for both in hot_cold_P for num in both])[::2]
+        moved_P = torch._foreach_add(order_n.split(cold_P), [*accumulate(hot_P)])
+        order_n = torch.cat([part for both in zip(kept_P, moved_P) for part in both])
+    # Inverse permutation, shape (U,), then from request order to ascending id.
+    position_U = torch.empty_like(counting_U).scatter_(0, order_n, counting_U)
+    return position_U.index_select(0, located.request_position_U)
 
 
 def _sort_by_segment(segment_n: Tensor, num_segments: int) -> tuple[Tensor, Tensor]:

@@ -207,11 +207,10 @@ def sum_by_row(
     # the sort carries the lookup, which also indexes the weights.
     carried_N = bags_N if weights_N is None else None
     sorted_N, by_row_N = sort_with_tags(rows_N.to(short), carried_N)
-    start_U = nonzero_indices(first_of_runs(sorted_N))
+    offsets_U1 = nonzero_indices(first_of_runs(sorted_N))
     # No repeats: there is nothing to sum.
-    if bags_N is None and weights_N is None and start_U.numel() == rows_N.numel():
+    if bags_N is None and weights_N is None and offsets_U1.numel() == rows_N.numel() + 1:
         return rows_N.to(torch.int64), grads_SD
-    offsets_U1 = torch.cat([start_U, start_U.new_full((1,), rows_N.numel())])
     bags_by_row_N = by_row_N
     # Weights, and then bags, from lookup order to lookups sorted by row, shape (N,).
     if weights_N is not None:
@@ -219,4 +218,4 @@ def sum_by_row(
         if bags_N is not None:
             bags_by_row_N = bags_N.index_select(0, by_row_N)
     sums_UD = gather_sum(grads_SD.contiguous(), bags_by_row_N, offsets_U1, weights_N)
-    return sorted_N.index_select(0, start_U).to(torch.int64), sums_UD
+    return sorted_N.index_select(0, offsets_U1[:-1]).to(torch.int64), sums_UD

@@ -146,14 +146,14 @@ def update_rows(
     """
     divisor = group.ranks.gradient_divisor
     are_updated = False
-    for p in group.plan.packs_of(wave):
+    packs_of_wave = group.plan.packs_of(wave)
+    arrived_P = [_joined([batch.arrived(p) for batch in gradients]) for p in packs_of_wave]
+    # Ranks sent sums; TorchRec trains with their mean.
+    if divisor > 1:
+        torch._foreach_div_([grads for _, _, grads in arrived_P], divisor)
+    for p, (requests, touched, grads) in zip(packs_of_wave, arrived_P):
         storage, packs = group.storages[p], [batch._layout.packs[p] for batch in gradients]
-        arrived = [batch.arrived(p) for batch in gradients]
         if group.plan.module_M[packs[0].matrix] not in untrained:
-            requests, touched, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)
-            # Ranks sent sums; TorchRec trains with their mean.
-            if divisor > 1:
-                grads.div_(divisor)
             requests.update(storage, touched, grads)
         # Rows of untrained modules are counted and released as well.
         for batch, pack in zip(gradients, packs):
@@ -167,6 +167,8 @@ def _joined(
     arrived: Sequence[tuple[IncomingRequests, TouchedHot, Tensor]],
 ) -> tuple[IncomingRequests, TouchedHot, Tensor]:
     """Merges the requests, hot rows and gradients of several batches, home rows before hot rows."""
+    if len(arrived) == 1:
+        return arrived[0]
     requests, touched, grads = zip(*arrived)
     # Each gradient is (n + t, D): the first n rows belong to home rows, the rest to hot rows.
     home = [grad[: own.served_by_fetch.num_rows] for grad, own in zip(grads, requests)]

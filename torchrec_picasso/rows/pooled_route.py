@@ -39,7 +39,6 @@ from torchrec_picasso.ops.ids import shift_rows
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
-    FetchOrder,
     all_dirty,
     dirty_exchange,
 )
@@ -116,9 +115,9 @@ class PooledRoute(Route):
         lookups_A = list(map(sum, lookups_AW))
         # Row of the table plus the table's first row in the home rank's storage, shape (N,); rows
         # outside their table are 0.
-        counts_F = torch.tensor(lookups_F).to(values_N.device, non_blocking=True)
+        end_F = torch.tensor([*accumulate(lookups_F)]).to(values_N.device, non_blocking=True)
         rows_N, outside_ids = shift_rows(
-            values_N, counts_F, self.first_rows, self.space.feature_rows_F, torch.int64
+            values_N, end_F, self.first_rows, self.space.feature_rows_F, torch.int64
         )
         lengths_A = features.lengths().split(
             [sum(sizes) * num_features for num_features in self.plan.features_M]
@@ -295,7 +294,7 @@ class _IncomingBags(IncomingRequests):
             offsets_S1=torch.cat([*offsets, end]),
             weights_N=torch.cat(weights) if weights else None,
             mean_scale_S=torch.cat(scales) if scales else None,
-            served_by_fetch=FetchOrder([[sum(map(len, offsets))]], order_n=None),
+            served_by_fetch=ExchangeSplits([[sum(map(len, offsets))]]),
             lookups_E1=(0, rows_N.numel()),
         )
 

@@ -26,7 +26,7 @@ from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.id_reader import PreparedIds
 from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable, table_bases
 from torchrec_picasso.ops.pack_plan import PackPlan
-from torchrec_picasso.ops.row_order import ExchangeSplits, FetchOrder
+from torchrec_picasso.ops.row_order import ExchangeSplits
 from torchrec_picasso.storage.row_storage import RowStorage, TouchedHot
 
 
@@ -127,8 +127,8 @@ class IncomingRequests(ABC):
 
     home_row_numbers_n: Tensor
     """Requested home rows, with repeats: integer, shape ``(n,)``."""
-    served_by_fetch: FetchOrder
-    """Fetch order of the sent vectors, by exchange and destination rank."""
+    served_by_fetch: ExchangeSplits
+    """The sent vectors in fetch order, by exchange and destination rank."""
 
     @abstractmethod
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
@@ -216,7 +216,7 @@ class PackLayout:
     """Hot rows that any rank's batch uses, by slots counted from 0 in the pack."""
     wanted: ExchangeSplits
     """Wanted rows in request order, by chunk and home rank."""
-    wanted_by_fetch: FetchOrder
+    wanted_by_fetch: ExchangeSplits
     """Wanted rows in fetch order."""
     served: ExchangeSplits
     """Served rows in request order, by chunk and requesting rank."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -27,16 +28,15 @@ from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import (
     BatchCut,
-    count_lookups,
     cut_pooling,
     micro_batch_of_lookup,
+    segment_edges,
 )
 from torchrec_picasso.ops.id_reader import IdReader, PreparedIds, ReadIds
 from torchrec_picasso.ops.ids import bits_to_words
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
-    FetchOrder,
     LocatedRows,
     fetch_positions,
     find_fetch_orders,
@@ -71,6 +71,22 @@ class RowRoute(Route):
         # Waves of the placement, and a matrix for neighbouring packs of one dim.
         self.plan = PackPlan.build(self.tables, self.device)
         self._reader = IdReader(self.space, self.plan)
+        rank = self.ranks.rank
+        *self.first_rows_P, self._num_home_rows = accumulate(
+            (rows_W[rank] for rows_W in self.space.home_rows_PW), initial=0
+        )
+        """First home row of each pack among those of all packs on this rank."""
+        self._marked: Tensor | None = None  # by home row; all 0 between calls of mark_among
+
+    def mark_among(self, rows_n: Tensor, others_m: Tensor, out_n: Tensor) -> None:
+        """Marks with 1, else 0, which home rows are among others, int64, both counted over all
+        packs. O(n + m) time; one byte per home row is kept."""
+        if self._marked is None:
+            self._marked = torch.zeros(self._num_home_rows, dtype=torch.uint8, device=self.device)
+        # Set m flags, read n flags, clear the m flags: no sort, and no pass over all home rows.
+        self._marked.index_fill_(0, others_m, 1)
+        torch.index_select(self._marked, 0, rows_n, out=out_n)
+        self._marked.index_fill_(0, others_m, 0)
 
     def read(
         self,
@@ -85,13 +101,11 @@ class RowRoute(Route):
         ids = self._reader.read(*given) if prepared is None else prepared.split()
         rows, num_lookups = ids.rows, features.values().numel()
         cut = BatchCut.from_strides(features.stride_per_key(), sizes_K, self.plan)
-        lookups_J = count_lookups(ids.bags.offsets_S1, cut.bags_by_segment)
+        edges_J1 = segment_edges(ids.bags.offsets_S1, cut.bags_by_segment)
         micro_batch_N = chunk_U = None
         # With one micro-batch all rows are in chunk 0, so no chunk has to be computed.
         if cut.num_micro_batches > 1:
-            micro_batch_N = micro_batch_of_lookup(
-                lookups_J, cut.micro_batch_by_segment, num_lookups
-            )
+            micro_batch_N = micro_batch_of_lookup(edges_J1, cut.micro_batch_by_segment, num_lookups)
             chunk_U = first_use_chunks(rows, micro_batch_N, cut.num_micro_batches)
         located = locate_rows(rows.ids_U, self.space, self.hot, chunk_U, cut.num_micro_batches)
         # For rank w: P K counts, from (P K, W) transposed, and the slots, the same for all ranks.
@@ -100,8 +114,8 @@ class RowRoute(Route):
             located.counts_PQ[:, 1:].reshape(-1, size).t(),
             bits_to_words(located.is_used_H).expand(size, -1),
         ]
-        kept = [located.counts_PQ.reshape(-1), lookups_J]
-        if num_lookups and lookups_J.device.type != "cpu":
+        kept = [located.counts_PQ.reshape(-1), edges_J1.diff()]
+        if num_lookups and edges_J1.device.type != "cpu":
             kept.append(rows.counts_U.max().view(1))
         return _Request(
             words=RouteWords(sent, kept=kept),
@@ -118,7 +132,7 @@ class RowRoute(Route):
 
 @dataclass(kw_only=True)
 class _Request(RouteRequest):
-    """The request for the distinct rows of one batch."""
+    """The request for the distinct rows of one batch; vectors of all packs are one tensor."""
 
     route: RowRoute
     sizes_K: Sequence[int | None]
@@ -128,15 +142,24 @@ class _Request(RouteRequest):
     """The unique rows in request order."""
     micro_batch_N: Tensor | None
     """Micro-batch of each lookup in bag order, int64; ``None`` = there is one."""
-    _packs: Sequence[_PackRequest] = field(init=False)
     _lookups_MKJ: Sequence[Sequence[Sequence[int]]] = field(init=False)
     _most_lookups: int = field(init=False)
     """Of a row, 0 on the CPU."""
+    _hot_P: Sequence[Tensor] = field(init=False)
+    """Hot slots that this rank's batch uses, counted from 0 in the pack."""
+    _touched_P: Sequence[np.ndarray] = field(init=False)
+    """Hot slots that any rank's batch uses."""
+    _wanted_P: Sequence[ExchangeSplits] = field(init=False)
+    _served_P: Sequence[ExchangeSplits] = field(init=False)
+    _served_n: Tensor = field(init=False)
+    """Home rows that ranks request here; filled once the row numbers have arrived."""
+    _dirty_n: Tensor | None = None
+    """Whether wanted rows, then served rows, are dirty, uint8; ``None`` = all are."""
 
     def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         (counts_WX, bits_WX), (counts_n, lookups_n, *most) = words
         self._most_lookups = int(most[0][0]) if most else 0
-        route, located = self.route, self.located
+        hot, located = self.route.hot, self.located
         own_PQ = counts_n.reshape(located.counts_PQ.shape)
         num_packs, world_size = len(own_PQ), len(counts_WX)
         wanted_PKW = own_PQ[:, 1:].reshape(num_packs, -1, world_size)
@@ -145,65 +168,82 @@ class _Request(RouteRequest):
         self._lookups_MKJ = self.cut.by_micro_batch(lookups_n.tolist())
         # storage_row_U is ordered by pack, hot rows first: split it into [hot, cold] of each pack.
         nums = [num for hot, *cold_KW in own_PQ.tolist() for num in (hot, sum(cold_KW))]
-        slots_P, cold_P = [route.hot.ids_H] * num_packs, located.storage_row_U.to(dtype).split(nums)
-        if route.hot.num_rows:
-            slots_P = list(located.storage_row_U.split(nums)[::2])
-        # Slots count from 0 in each pack, because a storage keeps the replicas of one pack.
-        self._packs = [
-            _PackRequest(
-                storage=storage,
-                hot_slots=slots_h - start if start else slots_h,
-                touched_t=touched_t,
-                wanted_n=wanted_n,
-                served_n=wanted_n.new_empty(int(served_KW.sum())),
-                wanted=ExchangeSplits(wanted_KW.tolist()),
-                served=ExchangeSplits(served_KW.tolist()),
-            )
-            for storage, slots_h, start, touched_t, wanted_n, wanted_KW, served_KW in zip(
-                route.storages,
-                slots_P,
-                route.hot.start_P1,
-                route.hot.touched(bits_WX),
-                cold_P[1::2],
-                wanted_PKW,
-                served_PKW,
-            )
-        ]
-        by_pack = [_by_chunk(p.wanted_n, p.wanted, p.served_n, p.served) for p in self._packs]
-        return list(chain.from_iterable(by_pack))
+        wanted_n = located.storage_row_U.to(dtype)
+        self._hot_P = [hot.ids_H] * num_packs
+        if hot.num_rows:
+            # Slots count from 0 in each pack, because a storage keeps the replicas of one pack.
+            slots_P = located.storage_row_U.split(nums)[::2]
+            self._hot_P = torch._foreach_sub(slots_P, hot.start_P1[:-1])
+        self._touched_P = hot.touched(bits_WX)
+        self._wanted_P = [ExchangeSplits(wanted_KW) for wanted_KW in wanted_PKW.tolist()]
+        self._served_P = [ExchangeSplits(served_KW) for served_KW in served_PKW.tolist()]
+        self._served_n = wanted_n.new_empty(int(counts_WX.sum()))
+        served_P = _by_pack(self._served_n, self._served_P)
+        return _by_chunk(wanted_n.split(nums)[1::2], self._wanted_P, served_P, self._served_P)
+
+    @cached_property
+    def _served_here_n(self) -> Tensor:
+        """The served rows, counted over all packs of this rank, int64."""
+        rows_n = self._served_n.to(torch.int64, copy=True)
+        if len(self._served_P) > 1:
+            torch._foreach_add_(_by_pack(rows_n, self._served_P), self.route.first_rows_P)
+        return rows_n
 
     def dirty_mask_payloads(self, before: _Request) -> list[Payload]:
-        payloads: list[Payload] = []
-        for pack, earlier in zip(self._packs, before._packs):
-            # One uint8 per served row: whether the batch before requested the same row. The mask
-            # travels back: to whom row numbers came from.
-            pack.dirty_served_n = pack.storage.which_are_among(pack.served_n, earlier.served_n)
-            pack.dirty_wanted_n = pack.dirty_served_n.new_empty(pack.wanted.num_rows)
-            sent, received = pack.dirty_served_n, pack.dirty_wanted_n
-            payloads += _by_chunk(sent, pack.served, received, pack.wanted)
-        return payloads
+        # One uint8 per served row: whether the batch before requested the same row. The mask
+        # travels back: to whom row numbers came from.
+        num_wanted = sum(rows.num_rows for rows in self._wanted_P)
+        num_served = self._served_n.numel()
+        self._dirty_n = self._served_n.new_empty(num_wanted + num_served, dtype=torch.uint8)
+        wanted_n, served_n = self._dirty_n.split([num_wanted, num_served])
+        self.route.mark_among(self._served_here_n, before._served_here_n, served_n)
+        sent_P, received_P = _by_pack(served_n, self._served_P), _by_pack(wanted_n, self._wanted_P)
+        return _by_chunk(sent_P, self._served_P, received_P, self._wanted_P)
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
-        plan, sides = self.route.plan, [side for pack in self._packs for side in pack.sides]
-        counts, dirty = zip(*((rows.counts_EW, dirty_n) for rows, dirty_n in sides))
-        orders = iter(find_fetch_orders(counts, dirty))
-        homes = [pack.storage.hot_homes for pack in self._packs]
-        touched = iter(HotHomes.touched(homes, [pack.touched_t for pack in self._packs]))
+        plan, num_packs = self.route.plan, len(self._wanted_P)
+        counts = [rows.counts_EW for rows in (*self._wanted_P, *self._served_P)]
+        by_fetch, order_n = find_fetch_orders(counts, self._dirty_n)
+        wanted_order_n, numbers_by_fetch_n = None, self._served_n
+        if order_n is not None:
+            # Wanted rows are the first of the order, so served rows count from their number.
+            num_wanted = order_n.numel() - self._served_n.numel()
+            wanted_order_n, served_order_n = order_n[:num_wanted], order_n[num_wanted:] - num_wanted
+            numbers_by_fetch_n = self._served_n.index_select(0, served_order_n)
+        homes_P = [storage.hot_homes for storage in self.route.storages]
+        touched_P = HotHomes.touched(homes_P, self._touched_P)
+        rows_P = _by_pack(self._served_n, self._served_P)
+        rows_by_fetch_P = _by_pack(numbers_by_fetch_n, self._served_P)
         packs: list[PackLayout] = []
         num_rows_M: list[int] = []
         for matrix, own in enumerate(plan.matrices, first_matrix):
             start = 0  # packs of one matrix follow each other
-            for pack in self._packs[own]:
-                given = next(touched), next(orders), next(orders)
-                packs.append(pack.lay_out(matrix, start, *given))
-                start += packs[-1].num_rows
+            for p in range(num_packs)[own]:
+                incoming = _IncomingRows(
+                    home_row_numbers_n=rows_P[p],
+                    served_by_fetch=by_fetch[num_packs + p],
+                    row_numbers_by_fetch_n=rows_by_fetch_P[p],
+                )
+                pack = PackLayout(
+                    matrix=matrix,
+                    start=start,
+                    hot_slots=self._hot_P[p],
+                    touched=touched_P[p],
+                    wanted=self._wanted_P[p],
+                    wanted_by_fetch=by_fetch[p],
+                    served=self._served_P[p],
+                    requests=incoming,
+                )
+                packs.append(pack)
+                start += pack.num_rows
             num_rows_M.append(start)
+        nums_P = [(pack.hot_slots.numel(), pack.wanted.num_rows) for pack in packs]
         # Lookups are summed over a micro-batch's segments: cut_pooling sees whole micro-batches.
         index_KM = cut_pooling(
             self.read.bags,
             self.read.rows,
             self.located,
-            fetch_positions(self.located, [(p.hot_slots, p.wanted_by_fetch) for p in packs]),
+            fetch_positions(self.located, wanted_order_n, nums_P),
             self.cut,
             micro_batch_N=self.micro_batch_N,
             lookups_MK=[[sum(lookups_J) for lookups_J in row] for row in self._lookups_MKJ],
@@ -220,53 +260,6 @@ class _Request(RouteRequest):
         return packs, pooling_KM
 
 
-@dataclass(kw_only=True)
-class _PackRequest:
-    """The request for the rows of one pack, after the header; fields as in :class:`PackLayout`."""
-
-    storage: RowStorage
-    hot_slots: Tensor
-    touched_t: np.ndarray
-    """Hot slots that any rank's batch uses."""
-    wanted_n: Tensor
-    """Home rows that this rank requests, in the wire's integer type."""
-    served_n: Tensor
-    """Home rows that ranks request here; filled once the ids have arrived."""
-    wanted: ExchangeSplits
-    served: ExchangeSplits
-    dirty_wanted_n: Tensor | None = None
-    """Whether wanted rows are dirty, uint8; ``None`` = all are."""
-    dirty_served_n: Tensor | None = None
-
-    @property
-    def sides(self) -> list[tuple[ExchangeSplits, Tensor | None]]:
-        """Wanted and served rows, and whether they are dirty."""
-        return [(self.wanted, self.dirty_wanted_n), (self.served, self.dirty_served_n)]
-
-    def lay_out(
-        self,
-        matrix: int,
-        start: int,
-        touched: TouchedHot,
-        wanted_by_fetch: FetchOrder,
-        served_by_fetch: FetchOrder,
-    ) -> PackLayout:
-        return PackLayout(
-            matrix=matrix,
-            start=start,
-            hot_slots=self.hot_slots,
-            touched=touched,
-            wanted=self.wanted,
-            wanted_by_fetch=wanted_by_fetch,
-            served=self.served,
-            requests=_IncomingRows(
-                home_row_numbers_n=self.served_n,
-                served_by_fetch=served_by_fetch,
-                row_numbers_by_fetch_n=served_by_fetch.arrange(self.served_n),
-            ),
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class _IncomingRows(IncomingRequests):
     """Incoming requests for home rows in request order, each read for every requesting rank."""
@@ -279,9 +272,9 @@ class _IncomingRows(IncomingRequests):
     @staticmethod
     def joined(batches: Sequence[_IncomingRows]) -> _IncomingRows:
         rows_n = torch.cat([incoming.home_row_numbers_n for incoming in batches])
-        order = FetchOrder([[rows_n.numel()]], order_n=None)
+        whole = ExchangeSplits([[rows_n.numel()]])
         return _IncomingRows(
-            home_row_numbers_n=rows_n, served_by_fetch=order, row_numbers_by_fetch_n=rows_n
+            home_row_numbers_n=rows_n, served_by_fetch=whole, row_numbers_by_fetch_n=rows_n
         )
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
@@ -336,10 +329,27 @@ class _RowPooling(Pooling):
         yield from self.index.tensors()
 
 
+def _by_pack(values_n: Tensor, rows_P: Sequence[ExchangeSplits]) -> tuple[Tensor, ...]:
+    """Splits one value per row of all packs into the packs; views."""
+    return values_n.split([rows.num_rows for rows in rows_P])
+
+
 def _by_chunk(
-    sent: Tensor, sent_by: ExchangeSplits, received: Tensor, received_by: ExchangeSplits
-) -> Iterator[Payload]:
-    """Splits the vectors of one pack into their chunks, a payload each."""
-    for chunk, (sent_W, received_W) in enumerate(zip(sent_by.counts_EW, received_by.counts_EW)):
-        into = received[received_by.slice_of(chunk)]
-        yield Payload(sent[sent_by.slice_of(chunk)], sent_W, into, received_W)
+    sent_P: Sequence[Tensor],
+    sent_by_P: Sequence[ExchangeSplits],
+    received_P: Sequence[Tensor],
+    received_by_P: Sequence[ExchangeSplits],
+) -> list[Payload]:
+    """Splits the vectors of packs into their chunks, a payload each."""
+    return [
+        Payload(
+            sent[sent_by.slice_of(chunk)],
+            sent_by.counts_EW[chunk],
+            received[received_by.slice_of(chunk)],
+            received_by.counts_EW[chunk],
+        )
+        for sent, sent_by, received, received_by in zip(
+            sent_P, sent_by_P, received_P, received_by_P
+        )
+        for chunk in range(len(sent_by.counts_EW))
+    ]

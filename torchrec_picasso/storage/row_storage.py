@@ -164,7 +164,6 @@ class RowStorage(nn.Module):
         """Weights and optimizer state of the pack."""
         self._homes, self._replicas = self.tables.weights.homes, self.tables.weights.replicas
         self._order = WriteOrder(device)
-        self._marked: Tensor | None = None  # all 0 between calls of which_are_among
         self.homes_data = self._homes.data
         """Home rows with a separate version counter, for callers that take ``.data`` of them."""
         self._known_versions = self._versions()
@@ -199,18 +198,6 @@ class RowStorage(nn.Module):
             torch.index_select(self._replicas, 0, slots_h, out=out_hD)
         else:
             out_hD.copy_(self._replicas.index_select(0, slots_h))
-
-    def which_are_among(self, rows_n: Tensor, others_m: Tensor) -> Tensor:
-        """Whether each home row is contained in a second list of home rows: uint8, shape ``(n,)``.
-        O(n + m) time; one byte per home row of the storage is kept."""
-        if self._marked is None:
-            self._marked = self._homes.new_zeros(len(self._homes), dtype=torch.uint8)
-        # Set m flags, read n flags, clear the m flags: no sort, and no pass over all home rows.
-        others_m = others_m.to(torch.int64)
-        self._marked.index_fill_(0, others_m, 1)
-        found_n = self._marked.index_select(0, rows_n)
-        self._marked.index_fill_(0, others_m, 0)
-        return found_n
 
     def update(
         self,
