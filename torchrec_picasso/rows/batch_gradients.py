@@ -149,7 +149,7 @@ def update_rows(
     packs_of_wave = group.plan.packs_of(wave)
     arrived_P = [_joined([batch.arrived(p) for batch in gradients]) for p in packs_of_wave]
     # Ranks sent sums; TorchRec trains with their mean.
-    if divisor > 1:
+    if divisor > 1 and arrived_P:
         torch._foreach_div_([grads for _, _, grads in arrived_P], divisor)
     for p, (requests, touched, grads) in zip(packs_of_wave, arrived_P):
         storage, packs = group.storages[p], [batch._layout.packs[p] for batch in gradients]
