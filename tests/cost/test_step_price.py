@@ -110,6 +110,15 @@ def test_marginal_costs_are_what_leaving_a_table_out_saves() -> None:
         assert all(cost.exposed_ms > 0 for cost in added)
 
 
+def test_ranks_get_as_many_lookups_whatever_rows_they_repeat() -> None:
+    one_row = CountSpectrum.from_counts(torch.tensor([1000]), 100)
+    works = [TableWork(own, world_size=2) for own in (load("a"), load("b", spectrum=one_row))]
+    assert works[0].unique_anywhere > 2 * works[1].unique_anywhere
+    curves = CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2)
+    for first, second in zip(*(costs.values() for costs in marginal_stock_costs(works, curves, 2))):
+        assert first.exposed_ms == pytest.approx(second.exposed_ms)
+
+
 def test_memory_counts_homes_replicas_and_state() -> None:
     work = TableWork(load(optimizer_share=0.5), world_size=2)
     memory = hot_cold_memory_bytes([work], [3])

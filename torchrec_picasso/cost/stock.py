@@ -160,14 +160,29 @@ def marginal_stock_costs(
     works: Sequence[TableWork], curves: CommCurves, world_size: int
 ) -> tuple[dict[str, StockCost], ...]:
     """Predicts what each table adds to a step in which all tables have one of ``STOCK_TYPES``, by
-    that type: the cost of all tables minus the cost without the table."""
+    that type: the cost of all tables minus the cost without the table.
+
+    All lookups count as equally many distinct rows. TorchRec's partitioner deals tables out by
+    these costs, and ranks wait for each other in each exchange: a rank with more tables and fewer
+    rows in each makes the others wait in one, and waits in the other.
+    """
     added: tuple[dict[str, StockCost], ...] = tuple({} for _ in works)
     for kind in STOCK_TYPES:
         uneven = max_over_mean(kind, [work.load for work in works], world_size)
         each = [StockTotals.from_table(kind, work) for work in works]
         totals = StockTotals.sum(each)
+        rows, row_elements = (
+            mine / lookups if lookups else 0.0
+            for mine, lookups in (
+                (totals.rows, totals.lookups),
+                (totals.row_elements, totals.lookup_elements),
+            )
+        )
         all_tables = _cost(kind, totals, uneven, curves, world_size)
         for costs, own in zip(added, each):
+            own = replace(
+                own, rows=rows * own.lookups, row_elements=row_elements * own.lookup_elements
+            )
             others = _cost(kind, totals.plus(own, -1.0), uneven, curves, world_size)
             costs[kind] = all_tables.plus(others, -1.0)
     return added
