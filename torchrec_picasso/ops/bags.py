@@ -195,7 +195,8 @@ def micro_batch_of_lookup(
     result of :func:`segment_edges`, ``micro_batch_J`` that of each segment."""
     numbers = torch.tensor(micro_batch_J, dtype=torch.int64).to(edges_J1.device, non_blocking=True)
     if edges_J1.device.type == "cpu":
-        return torch.repeat_interleave(numbers, edges_J1.diff(), output_size=num_lookups)
+        counts_J = torch.from_numpy(np.diff(edges_J1.numpy()))
+        return torch.repeat_interleave(numbers, counts_J, output_size=num_lookups)
     return numbers.index_select(0, segment_of(edges_J1[1:], num_lookups))
 
 

@@ -76,8 +76,8 @@ class IdSpace:
     """First linear id of each feature's table, int64, shape ``(F,)``."""
     feature_rows_F: Tensor
     """Rows of each feature's table, int64, shape ``(F,)``."""
-    block_start_TW: Tensor
-    """First linear id of every (table, rank) block, ascending, int64, shape ``(T * W,)``."""
+    block_end_TW: Tensor
+    """End of the linear ids of every (table, rank) block, ascending, int64, shape ``(T * W,)``."""
     block_pack_TW: Tensor
     """Pack of each block, int64."""
     block_rank_TW: Tensor
@@ -93,7 +93,7 @@ class IdSpace:
         assert packs == sorted(packs), "tables of one pack must be side by side"
         assert all(len(table.block_rows_W) == world_size for table in tables)
         bases = table_bases(tables)
-        starts, shifts = [], []
+        ends, shifts = [], []
         home_rows = [[0] * world_size for _ in range(packs[-1] + 1)]
         # A table is W consecutive blocks of linear ids, one per home rank. A home rank stores its
         # blocks of one pack one after the other, so a block's first row there is the number of rows
@@ -101,10 +101,10 @@ class IdSpace:
         for table, base in zip(tables, bases):
             start = base
             for rank, rows in enumerate(table.block_rows_W):
-                starts.append(start)
                 shifts.append(home_rows[table.pack][rank] - start)
                 home_rows[table.pack][rank] += rows
                 start += rows
+                ends.append(start)
 
         def ids(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
@@ -117,7 +117,7 @@ class IdSpace:
             home_rows_PW=tuple(map(tuple, home_rows)),
             feature_base_F=ids([base for _, base in per_feature]),
             feature_rows_F=ids([table.num_embeddings for table, _ in per_feature]),
-            block_start_TW=ids(starts),
+            block_end_TW=ids(ends),
             block_pack_TW=ids([pack for pack in packs for _ in range(world_size)]),
             block_rank_TW=ids([*range(world_size)] * len(tables)),
             block_shift_TW=ids(shifts),
@@ -132,9 +132,8 @@ class IdSpace:
     def find_blocks(self, ids_n: Tensor) -> tuple[Tensor, Tensor]:
         """Finds the (table, home rank) block and the home row of linear ids, all int64. A home row
         is counted in the home rank's storage of the pack. O(n log(T W)) time, no host sync."""
-        # The last block that starts at or below the id contains it; right=True skips empty ones.
-        # Without the first block the number of such blocks is the index.
-        block_n = torch.searchsorted(self.block_start_TW[1:], ids_n, right=True)
+        # As many blocks end at or below the id, empty ones too, as the index of the block with it.
+        block_n = torch.searchsorted(self.block_end_TW, ids_n, right=True)
         return block_n, self.block_shift_TW.index_select(0, block_n).add_(ids_n)
 
     @property

@@ -146,8 +146,8 @@ class CountedRoute:
         rows_c = rows_c[uses_c > 0]
         # a block is one table's rows on this rank; linear id + shift = row in the pack's storage
         here = (space.block_pack_TW == pack) & (space.block_rank_TW == self.route.ranks.rank)
-        start_b, shift_b = space.block_start_TW[here], space.block_shift_TW[here]
-        block_c = torch.searchsorted(start_b + shift_b, rows_c, right=True).sub_(1)
+        end_b, shift_b = space.block_end_TW[here], space.block_shift_TW[here]
+        block_c = torch.searchsorted(end_b + shift_b, rows_c, right=True)
         named[0, : rows_c.numel()] = (rows_c - shift_b[block_c]).double()
         named[1, : rows_c.numel()] = uses_c[: rows_c.numel()]
         return named

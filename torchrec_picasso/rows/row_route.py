@@ -114,7 +114,7 @@ class RowRoute(Route):
             located.counts_PQ[:, 1:].reshape(-1, size).t(),
             bits_to_words(located.is_used_H).expand(size, -1),
         ]
-        kept = [located.counts_PQ.reshape(-1), edges_J1.diff()]
+        kept = [located.counts_PQ.reshape(-1), edges_J1]
         if num_lookups and edges_J1.device.type != "cpu":
             kept.append(rows.counts_U.max().view(1))
         return _Request(
@@ -157,7 +157,7 @@ class _Request(RouteRequest):
     """Whether wanted rows, then served rows, are dirty, uint8; ``None`` = all are."""
 
     def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
-        (counts_WX, bits_WX), (counts_n, lookups_n, *most) = words
+        (counts_WX, bits_WX), (counts_n, edges_J1, *most) = words
         self._most_lookups = int(most[0][0]) if most else 0
         hot, located = self.route.hot, self.located
         own_PQ = counts_n.reshape(located.counts_PQ.shape)
@@ -165,7 +165,7 @@ class _Request(RouteRequest):
         wanted_PKW = own_PQ[:, 1:].reshape(num_packs, -1, world_size)
         # From (W, P K) by sender to (P, K, W).
         served_PKW = counts_WX.T.reshape(wanted_PKW.shape)
-        self._lookups_MKJ = self.cut.by_micro_batch(lookups_n.tolist())
+        self._lookups_MKJ = self.cut.by_micro_batch(np.diff(edges_J1).tolist())
         # storage_row_U is ordered by pack, hot rows first: split it into [hot, cold] of each pack.
         nums = [num for hot, *cold_KW in own_PQ.tolist() for num in (hot, sum(cold_KW))]
         wanted_n = located.storage_row_U.to(dtype)
@@ -331,6 +331,8 @@ class _RowPooling(Pooling):
 
 def _by_pack(values_n: Tensor, rows_P: Sequence[ExchangeSplits]) -> tuple[Tensor, ...]:
     """Splits one value per row of all packs into the packs; views."""
+    if len(rows_P) == 1:
+        return (values_n,)
     return values_n.split([rows.num_rows for rows in rows_P])
 
 
