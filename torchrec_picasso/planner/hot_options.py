@@ -29,6 +29,9 @@ TablePath = tuple[str, str]
 
 _RESERVED_SHARE = 0.15
 """Share of a rank's memory that TorchRec's planner reserves by default."""
+_MARK_BYTES, _USES_BYTES = 1, 4
+"""Of a home row beside the row: the dirty mark of lookahead, and the uses that a refresh of hot
+rows counts (``rows/row_route.py``, ``storage/row_uses.py``)."""
 
 
 def offered_options(options: Sequence[ShardingOption], form: Form) -> list[ShardingOption]:
@@ -93,14 +96,17 @@ def replica_bytes(option: ShardingOption) -> int:
 
 
 def add_replica_storage(options: list[ShardingOption], compute_device: str) -> None:
-    """Adds the memory of replicas to every shard of hot/cold options, in place: DDR on the CPU,
-    else HBM, also for ``fused_uvm``, whose home rows are in host memory."""
+    """Adds the memory of replicas, and of what is kept of each home row beside the row, to every
+    shard of hot/cold options, in place: DDR on the CPU, else HBM, also for ``fused_uvm``, whose
+    home rows are in host memory."""
     on_cpu = compute_device == "cpu"
     for option in options:
-        if num_bytes := replica_bytes(option):
-            extra = Storage(hbm=0 if on_cpu else num_bytes, ddr=num_bytes if on_cpu else 0)
+        params, replicas = option.cache_params, replica_bytes(option)
+        if isinstance(params, HotColdParams) and params.form == "rows":
+            row_bytes = _MARK_BYTES + (_USES_BYTES if params.num_hot_rows else 0)
             for shard in option.shards:
-                shard.storage = shard.storage + extra
+                extra = replicas + row_bytes * shard.size[0]
+                shard.storage += Storage(hbm=0 if on_cpu else extra, ddr=extra if on_cpu else 0)
 
 
 def replica_budget_bytes(
