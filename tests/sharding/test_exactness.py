@@ -113,8 +113,8 @@ OURS = tuple(name for name in PLACEMENTS if name not in ("table_wise", "row_wise
 
 def _placed(variant: str, placement: str) -> Job | None:
     job = _variants()[variant]
-    if placement == "beside_row_wise" and len(job.tables) > 3:
-        return None  # stock row-wise averages a feature of two tables wrong
+    if placement == "beside_row_wise" and job.batch_sizes == UNEVEN:
+        return None  # gloo gathers no gradients of batches of different size
     if len(job.tables) > 3 and placement == "row_wise":
         return None  # stock row-wise on CPU is wrong for 0-row shards beside other dims
     if placement == "all_hot":

@@ -110,6 +110,10 @@ def _comparisons() -> dict[str, Comparison]:
         bags = {"*": "bags"} if optimizer == "sgd" else {"*": "bags", "a": 2, "two_rows": 0}
         job = replace(base, placement=bags, batch_sizes=(16, 9, 0))
         found[f"{optimizer}/bags/table_wise"] = Comparison(job, "table_wise")
+    base = found["adagrad/table_wise"].job
+    shared = replace(MIXED_DIMS[-1], features=("f1", "f5"))
+    job = replace(base, tables=(*MIXED_DIMS[:-1], shared), placement={**HOT, "d": "row_wise"})
+    found["adagrad/means of a feature, one row_wise"] = Comparison(job, "table_wise")
     for name, changes in (
         ("adagrad/table_wise", {"batch_sizes": (16, 9, 0)}),
         ("adagrad/weighted/row_wise", {"placement": {"*": 0}}),

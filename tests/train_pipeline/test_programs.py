@@ -197,6 +197,18 @@ class _Changed(Model):
         return {"f": changed["f"], "g": pooled["g"], "h": pooled["h"]}
 
 
+class _Apart(Model):
+    """Two collections of TorchRec's own, each with an exchange of its own in backward."""
+
+    def make(self) -> None:
+        self.fp, self.ec, self.ebc = processed("f"), sequences("g"), ebc("h")
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        processed, rows, pooled = self.fp(features), self.ec(features)["g"], self.ebc(features)
+        summed = torch.segment_reduce(rows.values(), "sum", lengths=rows.lengths())
+        return {"f": processed["f"], "g": summed, "h": pooled["h"]}
+
+
 class Broadcasting(DataParallelWrapper):
     """As torch wraps by default: with buffers of rank 0 for all."""
 
@@ -434,6 +446,10 @@ PROGRAMS = {
     "a loss of weights, no samples on a rank": Program(
         head=Regular,
         batch=lambda rank, step: batch_of(rank, step, 0 if rank and step % 2 else SAMPLES),
+    ),
+    "two stock collections, one sample on a rank": Program(
+        model=_Apart,
+        batch=lambda rank, step: batch_of(rank, step, 1 if rank and step % 2 else SAMPLES),
     ),
     "warm-up": Program(before_step=_warm_up),
     "warm-up of stock tables": Program(before_step=_warm_up, stock=["t_f"], numbers=(None, 1, 4)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,10 @@ from torch import Tensor
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import LazyAwaitable, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    get_embedding_names_by_table,
+)
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
@@ -36,20 +38,29 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
     def __init__(self, module: EmbeddingBagCollectionInterface, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
         # TorchRec divides the outputs of mean-pooled row-wise tables after the exchange, and with
-        # them every output that it does not know as summed. Hot/cold tables already average while
-        # they pool, and so do stock tables that their owner rank pools: both are listed as sums.
+        # them every output that it does not know as summed, by feature and not by table.
         self._pooling_type_to_rs_features.clear()
-        for config in module.embedding_bag_configs():
+        self._divided_later: set[str] = set()
+        configs = module.embedding_bag_configs()
+        for config, names in zip(configs, get_embedding_names_by_table(configs)):
             sharding = self.module_sharding_plan[config.name]
-            divided_later = (
+            if (
                 config.pooling == PoolingType.MEAN
                 and sharding.sharding_type in _POOLED_BY_PARTS
                 and not isinstance(sharding.cache_params, HotColdParams)
-            )
-            pooling = PoolingType.MEAN if divided_later else PoolingType.SUM
-            self._pooling_type_to_rs_features[pooling.value] += config.feature_names
-        features = self._pooling_type_to_rs_features
-        self._has_mean_pooling_callback = PoolingType.MEAN.value in features
+            ):
+                self._divided_later.update(names)
+        self._has_mean_pooling_callback = bool(self._divided_later)
+
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Starts TorchRec's input dist; outputs that are pooled already are divided by 1."""
+        started = super().input_dist(ctx, features)
+        if self._has_mean_pooling_callback:
+            divisors = ctx.divisor.split(self._embedding_dims, dim=1)
+            for name, divisor in zip(self._embedding_names, divisors):
+                if name not in self._divided_later:
+                    divisor.fill_(1.0)
+        return started
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -80,12 +91,9 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
         subset._embedding_dims, subset._uncombined_embedding_dims = [], []
         subset._create_output_dist()
         subset._kjt_key_indices = {}
-        features = {name for s in subset._embedding_shardings for name in s.feature_names()}
-        subset._pooling_type_to_rs_features = defaultdict(list)
-        for pooling, names in self._pooling_type_to_rs_features.items():
-            subset._pooling_type_to_rs_features[pooling] = [n for n in names if n in features]
-        means = subset._pooling_type_to_rs_features[PoolingType.MEAN.value]
-        subset._has_mean_pooling_callback = bool(means)
+        subset._has_mean_pooling_callback = not self._divided_later.isdisjoint(
+            subset._embedding_names
+        )
         return subset
 
     def join(self, outputs: Sequence[LazyAwaitable[KeyedTensor]]) -> LazyAwaitable[KeyedTensor]:

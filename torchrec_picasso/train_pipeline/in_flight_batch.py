@@ -163,8 +163,10 @@ class InFlightBatch(Fetched):
         return weights
 
     def _keep_full(self, name: str, output: Any) -> None:
-        """Keeps a full-batch output; one run of the model needs no split of it."""
-        keep = UnsplitOutput if self.is_one_backward else FullBatchOutput
+        """Keeps a full-batch output. If any rank may run several backwards, that of the output runs
+        after them on every rank, or collectives would differ in order; else in the only one."""
+        is_in_backward = self.is_whole or self.setting.num_micro_batches == 1
+        keep = UnsplitOutput if is_in_backward else FullBatchOutput
         self.full_outputs[name] = keep(output, name)
 
     def compute_full_outputs(self, plain: Mapping[str, Any]) -> None:
