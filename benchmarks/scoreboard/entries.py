@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrec_picasso.app.config import DataConfig, FeatureConfig, ModelConfig, TrainConfig
-from torchrec_picasso.app.zoo.model_kinds import needs_clicks
+from torchrec_picasso.app.zoo.model_kinds import data_kind
 from torchrec_picasso.errors import InputError
 
 _CRITEO, _ALIMAMA = "criteo_tb_80k.parquet", "alimama_10k.parquet"
@@ -45,7 +45,7 @@ class Entry:
         """One of :data:`torchrec_picasso.app.config.DATA_KINDS`."""
         if self.num_fields is not None:
             return "fields"
-        return "clicks" if needs_clicks(self.model.kind) else "criteo"
+        return data_kind(self.model.kind)
 
     @property
     def real_file(self) -> str | None:

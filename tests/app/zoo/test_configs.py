@@ -28,7 +28,7 @@ from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.train import train_on_rank
 from torchrec_picasso.app.zoo import models
 from torchrec_picasso.app.zoo.kinds import model_kinds
-from torchrec_picasso.app.zoo.model_kinds import needs_clicks
+from torchrec_picasso.app.zoo.model_kinds import data_kind
 from torchrec_picasso.app.zoo.registry import build_model, make_source
 from torchrec_picasso.errors import ConfigError
 
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused_by_name(
 
 @pytest.mark.parametrize("kind", ["deepfm", "wukong", "mmoe"])
 def test_models_of_fields_read_clicks_too(kind: str) -> None:
-    assert not needs_clicks(kind)
+    assert data_kind(kind) == "criteo"
     made(kind, CLICKS)
 
 
