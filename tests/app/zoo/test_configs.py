@@ -35,8 +35,8 @@ from torchrec_picasso.errors import ConfigError
 FOLDER = Path(__file__).parents[3] / "configs"
 CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith("quality"))
 STEPS = 4
-RESUMED = ("din_taobao", "mmoe_generated", "deepfm_criteo")
-"""One with sequences, one with several tasks, one with two collections of bags."""
+RESUMED = ("din_taobao", "mmoe_generated", "deepfm_criteo", "hstu_stream")
+"""With sequences, with several tasks, with two collections of bags, with Adam and a warm-up."""
 
 
 def tiny(config: TrainConfig, folder: Path) -> TrainConfig:
@@ -74,6 +74,7 @@ def test_it_trains_and_is_resumed(path: Path, tmp_path: Path) -> None:
 
 
 CRITEO, CLICKS = DataConfig(batch_size=8), DataConfig(kind="clicks", batch_size=8)
+STREAM = DataConfig(kind="stream", batch_size=8, num_candidates=3)
 
 
 def made(kind: str, data: DataConfig, sizes: Any = None, **features: FeatureConfig) -> None:
@@ -107,6 +108,9 @@ def made(kind: str, data: DataConfig, sizes: Any = None, **features: FeatureConf
             {},
             "of 2 tasks cannot learn from samples with 1 labels",
         ),
+        ("hstu", CLICKS, None, {}, "reads 'cross', which this data has not; it has fields, target"),
+        ("pooled_history", STREAM, None, {}, "whose candidates are 3; set data.kind to clicks"),
+        ("hstu", STREAM, {"num_tasks": 2}, {}, "2 tasks cannot learn from samples with 1 labels"),
         ("din", CLICKS, None, {"target": {"dim": 32}}, "reads the tables of 'target'"),
     ],
 )
