@@ -207,7 +207,7 @@ def test_rows_without_times_have_one_candidate_and_no_windows(tmp_path: Path) ->
     frame = pd.DataFrame({**rows, **lists, "clk": 1})
     path = tmp_path / "rows.parquet"
     frame.to_parquet(path)
-    data = DataConfig(kind="stream", path=str(path), num_candidates=1, num_tasks=2, batch_size=4)
+    data = DataConfig(kind="stream", path=str(path), num_tasks=2, batch_size=4)
     source = make_source(data, 0)
     batch = next(source.batches(0, 1))
     assert batch.labels.shape == (4, 1, 2)

@@ -55,6 +55,7 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
         seed=args.seed,
         data=DataConfig(
             kind=kind,
+            num_tasks=2 if kind == "stream" else 1,
             path=args.data,
             batch_size=batch_size,
             row_scale=1.0 if args.data else _GENERATED_ROW_SCALE,

@@ -69,8 +69,12 @@ class DataConfig(Rules):
     max_history: int = rule(
         50, "Longest history of clicks; the latest are kept.", at_least=1, at_most=10_000
     )
-    num_candidates: int = rule(
-        4, "Items of a sample of a stream, the first of them clicked.", at_least=1, at_most=1000
+    num_candidates: int | None = rule(
+        None,
+        "Items of a sample of a stream, the first of them clicked; null = 4, or 1 for rows with "
+        "their own histories.",
+        at_least=1,
+        at_most=1000,
     )
     cross_rows: int = rule(
         100_000, "Rows of each table of a stream's crossed features.", at_least=1

@@ -43,7 +43,7 @@ class ClickFile:
         num_candidates: int | None = None,
     ) -> None:
         self._path, self._num_candidates = path, num_candidates
-        self.is_log = _kind_of(path) == "Globo's clicks"
+        self.is_log = is_log(path)
         if not self.is_log and (num_candidates or 1) > 1:
             raise InputError(
                 f"{path}: rows with their own histories have one candidate, not {num_candidates}; "
@@ -77,6 +77,11 @@ class ClickFile:
             rows = window if self.num_windows > 1 else None
             return globo.read_globo(self._path, rows, self._num_candidates)
         return alimama.read_alimama(self._path, window, self._num_candidates is not None)
+
+
+def is_log(path: str | Path) -> bool:
+    """Whether a file is a log of clicks, not rows with their own histories."""
+    return _kind_of(path) == "Globo's clicks"
 
 
 def read_clicks(path: str | Path) -> Clicks:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 
 from torchrec_picasso.app.config import DataConfig
-from torchrec_picasso.app.zoo.data.click_files import MOST_SAMPLES, ClickFile
+from torchrec_picasso.app.zoo.data.click_files import MOST_SAMPLES, ClickFile, is_log
 from torchrec_picasso.app.zoo.data.click_log import generate_log, samples_of_log
 from torchrec_picasso.app.zoo.data.clicks import Clicks, history_of, negatives_of
 from torchrec_picasso.app.zoo.data.co_action_teacher import with_co_action_labels
@@ -33,6 +33,7 @@ from torchrec_picasso.errors import InputError
 _GENERATED_CLICKS = 40_000
 _HELDOUT_SHARE = 0.1
 _HELDOUT_STREAM = 7  # random stream
+_CANDIDATES = 4
 
 
 class _GeneratedFile:
@@ -86,7 +87,7 @@ class ClickSource:
 
     def __init__(self, data: DataConfig, seed: int, *, most_samples: int = MOST_SAMPLES) -> None:
         self._data, self._seed = data, seed
-        self.num_candidates = data.num_candidates if data.kind == "stream" else None
+        self.num_candidates = _num_candidates(data) if data.kind == "stream" else None
         self.num_tasks, self.num_dense = data.num_tasks, 1  # a zero
         if self.num_candidates is not None:
             self.num_dense = data.max_history
@@ -230,3 +231,8 @@ class ClickSource:
             seed=self._seed,
             start=0 if self._is_windowed else len(clicks) // 2,
         )
+
+
+def _num_candidates(data: DataConfig) -> int:
+    default = _CANDIDATES if data.path is None or is_log(data.path) else 1
+    return default if data.num_candidates is None else data.num_candidates
