@@ -27,6 +27,7 @@ _MIN_STEPS = 10  # warm-up, counted steps and one timed block
 _GENERATED_ROW_SCALE = 0.02  # 10 million rows become 200,000
 _BATCH_SIZE, _DIM = 4096, 64  # of a DLRM
 _SMALL_BATCH_SIZE = 512  # of other models, whose dense parts take most of a step
+_STREAM_BATCH_SIZE = 128  # of four candidates each
 _CLICKS_DIM, _MAX_HISTORY = 16, 20  # attention or a recurrent layer over every click
 _TIMEOUT_S = 3600
 _PROGRAM = ("-m", "torchrec_picasso")
@@ -43,7 +44,8 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
     has_histories = kind != "criteo"
     batch_size, dim = args.batch_size, args.dim
     if batch_size is None:
-        batch_size = _BATCH_SIZE if args.model == DLRM else _SMALL_BATCH_SIZE
+        batch_size = _STREAM_BATCH_SIZE if kind == "stream" else _SMALL_BATCH_SIZE
+        batch_size = _BATCH_SIZE if args.model == DLRM else batch_size
     if dim is None:
         dim = _CLICKS_DIM if has_histories else _DIM
     towers: dict[str, Any] = {}
