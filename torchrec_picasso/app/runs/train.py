@@ -147,10 +147,8 @@ def _train(
     progress.close()
     aucs = by_window[step] = _evaluated(trainer, source, rank, config, progress)
     watch.end(step, aucs)
-    return {
-        **{"first_step": first_step, "losses": losses},
-        **{"auc": aucs[0], "aucs": aucs, "by_window": by_window},
-    }
+    found = {"auc": aucs[0], "aucs": aucs, "by_window": by_window}
+    return {"first_step": first_step, "losses": losses, **found}
 
 
 def _evaluated(

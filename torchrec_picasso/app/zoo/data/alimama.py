@@ -69,14 +69,10 @@ def read_alimama(
     )
     if not is_stream:
         return clicks
-    tasks = [clicks.clicked, np.asarray(table["buy"], dtype=np.float32)]
-    lists = clicks.histories["cate_id"]
-    return Stream(
-        **{**vars(clicks), "clicked": np.stack(tasks, axis=1)[:, None]},
-        happened_n=np.zeros(len(clicks), dtype=np.int64),
-        earlier=replace(lists, values=np.zeros_like(lists.values)),
-        crosses=_CROSSES,
-    )
+    tasks = [clicks.clicked, np.asarray(table["buy"])]
+    lists, no_time_n = clicks.histories["cate_id"], np.zeros(len(clicks), dtype=np.int64)
+    earlier = replace(lists, values=np.zeros_like(lists.values))
+    return Stream.of(clicks, np.stack(tasks, axis=1)[:, None], no_time_n, earlier, _CROSSES)
 
 
 def columns_beside(column: str) -> list[str]:

@@ -9,7 +9,6 @@ negative.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -59,45 +58,51 @@ def samples_of_log(
     Raises:
         InputError: If the log has fewer than 2 clicks.
     """
-    num_clicks = len(log[user])
-    if num_clicks < 2:
-        raise InputError(
-            f"expected at least 2 clicks, since negatives are drawn from earlier ones, got "
-            f"{num_clicks}; give a longer log"
-        )
-    rng = np.random.default_rng(0)
-    click_n = np.arange(max(first, 1), num_clicks)
-    reach_n = np.minimum(click_n, recent)
-    num_negatives = max(1, (num_candidates or 1) - 1)
-    chance_nc = rng.random((len(click_n), num_negatives))
-    drawn_nc = (click_n - 1)[:, None] - (chance_nc * reach_n[:, None]).astype(np.int64)
-    # target_m is the click that gives the target, or several in a row
-    target_m, click_m, item = np.c_[click_n, drawn_nc], click_n, log[targets[0]]
-    if (num_candidates or 1) == 1:  # clicks and negatives alternate
-        target_m, click_m = target_m.reshape(-1), np.repeat(click_n, 2)
-        kept_m = np.tile([True, False], len(click_n)) | (item[target_m] != item[click_m])
-        target_m, click_m = target_m[kept_m], click_m[kept_m]
-    target_mc = target_m.reshape(len(click_m), -1)
-    clicked_mc = item[target_mc] == item[click_m][:, None]
-    columns: dict[str, Any] = {
-        "targets": {column: log[column][target_m] for column in targets},
-        "histories": {
+    item = log[targets[0]]
+    target_m, click_m = _draw(item, max(first, 1), recent, num_candidates or 1)
+    is_clicked_mc = item[target_m].reshape(len(click_m), -1) == item[click_m][:, None]
+    clicks = Clicks(
+        targets={column: log[column][target_m] for column in targets},
+        histories={
             column: History.before(log[user], log[column], most).take(click_m) for column in targets
         },
-        "profiles": {column: log[column][click_m] for column in profiles},
-        "in_time_order": True,
-    }
-    if num_candidates is None:
-        return Clicks(**columns, clicked=clicked_mc[:, 0].astype(np.float32))
-    second = log["second"]
-    reads_on_mc = clicked_mc & stays(log[user], second)[click_m][:, None]
-    return Stream(
-        **columns,
-        clicked=np.stack([clicked_mc, reads_on_mc], axis=2).astype(np.float32),
-        happened_n=second[click_m],
-        earlier=History.before(log[user], second, most).take(click_m),
-        crosses=crosses or {},
+        profiles={column: log[column][click_m] for column in profiles},
+        clicked=is_clicked_mc[:, 0].astype(np.float32),
+        in_time_order=True,
     )
+    if num_candidates is None:
+        return clicks
+    second_n = log["second"]
+    reads_on_mc = is_clicked_mc & stays(log[user], second_n)[click_m][:, None]
+    return Stream.of(
+        clicks,
+        np.stack([is_clicked_mc, reads_on_mc], axis=2),
+        second_n[click_m],
+        History.before(log[user], second_n, most).take(click_m),
+        crosses or {},
+    )
+
+
+def _draw(item_n: Ids, first: int, recent: int, num_candidates: int) -> tuple[Ids, Ids]:
+    """Draws negatives: the clicks that give the targets, ``(m,)`` or ``(m, C)``, and the click of
+    each sample, ``(m,)``."""
+    if len(item_n) < 2:
+        raise InputError(
+            f"expected at least 2 clicks, since negatives are drawn from earlier ones, got "
+            f"{len(item_n)}; give a longer log"
+        )
+    click_n = np.arange(first, len(item_n))
+    num_negatives = max(1, num_candidates - 1)
+    chance_nc = np.random.default_rng(0).random((len(click_n), num_negatives))
+    reach_n = np.minimum(click_n, recent)
+    drawn_nc = (click_n - 1)[:, None] - (chance_nc * reach_n[:, None]).astype(np.int64)
+    target_nc = np.concatenate([click_n[:, None], drawn_nc], axis=1)
+    if num_candidates > 1:
+        return target_nc, click_n
+    # clicks and negatives alternate
+    target_m, click_m = target_nc.reshape(-1), np.repeat(click_n, 2)
+    kept_m = (target_m == click_m) | (item_n[target_m] != item_n[click_m])
+    return target_m[kept_m], click_m[kept_m]
 
 
 def generate_log(

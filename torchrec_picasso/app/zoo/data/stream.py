@@ -7,7 +7,8 @@ read its table alike: a click of the history is crossed with the profile of the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +34,21 @@ class Stream(Clicks):
 
     happened_n: Ids
     earlier: History
-    crosses: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    crosses: Mapping[str, tuple[str, str]]
     cross_rows: int = 1
     longest: int = 1
+
+    @staticmethod
+    def of(
+        clicks: Clicks,
+        labels: NDArray[Any],
+        happened_n: Ids,
+        earlier: History,
+        crosses: Mapping[str, tuple[str, str]],
+    ) -> Stream:
+        """The stream of clicks with these labels, ``(n, C, tasks)``."""
+        columns = {**vars(clicks), "clicked": labels.astype(np.float32)}
+        return Stream(**columns, happened_n=happened_n, earlier=earlier, crosses=crosses)
 
     def latest(self, most: int) -> Self:
         """The same samples, with the latest ``most`` clicks of histories."""
