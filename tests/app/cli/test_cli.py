@@ -225,7 +225,7 @@ def compare_all(rank: int, world_size: int, specs: dict[str, CompareSpec]) -> di
 
 def test_every_model_is_compared(capsys: Capture) -> None:
     specs = {model: tiny_spec(model) for model in model_kinds()}
-    assert len(specs) == 12
+    assert len(specs) == 13
     longer = dataclasses.replace(specs["dlrm"].config, steps=20)
     specs["dlrm"] = dataclasses.replace(specs["dlrm"], config=longer, budget_s=0.0)
     results = run_ranks(compare_all, 2, specs, timeout_s=180)[0]

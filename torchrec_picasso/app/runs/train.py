@@ -147,8 +147,8 @@ def _train(
     progress.close()
     aucs = by_window[step] = _evaluated(trainer, source, rank, config, progress)
     watch.end(step, aucs)
-    found = {"auc": aucs[0], "aucs": aucs, "by_window": by_window}
-    return {"first_step": first_step, "losses": losses, **found}
+    on_others = {"auc": aucs[0], "aucs": aucs, "by_window": by_window}
+    return {"first_step": first_step, "losses": losses, **on_others}
 
 
 def _evaluated(

@@ -72,7 +72,9 @@ def read_alimama(
     tasks = [clicks.clicked, np.asarray(table["buy"])]
     lists, no_time_n = clicks.histories["cate_id"], np.zeros(len(clicks), dtype=np.int64)
     earlier = replace(lists, values=np.zeros_like(lists.values))
-    return Stream.of(clicks, np.stack(tasks, axis=1)[:, None], no_time_n, earlier, _CROSSES)
+    return Stream.from_clicks(
+        clicks, np.stack(tasks, axis=1)[:, None], no_time_n, earlier, _CROSSES
+    )
 
 
 def columns_beside(column: str) -> list[str]:

@@ -74,7 +74,7 @@ def samples_of_log(
         return clicks
     second_n = log["second"]
     reads_on_mc = is_clicked_mc & stays(log[user], second_n)[click_m][:, None]
-    return Stream.of(
+    return Stream.from_clicks(
         clicks,
         np.stack([is_clicked_mc, reads_on_mc], axis=2),
         second_n[click_m],

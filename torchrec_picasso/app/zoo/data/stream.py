@@ -39,7 +39,7 @@ class Stream(Clicks):
     longest: int = 1
 
     @staticmethod
-    def of(
+    def from_clicks(
         clicks: Clicks,
         labels: NDArray[Any],
         happened_n: Ids,
