@@ -69,8 +69,8 @@ class HSTULayer(nn.Module):
 
 
 class HSTU(nn.Module):
-    """Reads ``target`` and ``history`` from the same tables, also ``cross`` and
-    ``cross_history``, and ``profile``. Dense features are the ages of the history's clicks, in seconds.
+    """Reads ``target`` and ``history`` from the same tables, ``cross`` and ``cross_history`` from
+    others, and ``profile``. Dense features are the ages of the history's clicks in seconds.
 
     A candidate attends to the profile, the history and itself, so its result is the same beside any
     other candidates; a click attends to the clicks before it.
