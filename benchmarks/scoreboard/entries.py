@@ -80,6 +80,7 @@ ENTRIES = {
     "tbsm": Entry(
         model=ModelConfig(kind="tbsm", embedding_dim=16), batch_size=1024, max_history=20
     ),
+    "hstu": Entry(model=ModelConfig(kind="hstu", embedding_dim=64), batch_size=128, num_tasks=2),
 }
 """By name, in the order in which they were published or nearly so."""
 
