@@ -54,6 +54,7 @@ def test_figures_of_several_tasks_are_their_means() -> None:
     )
     assert both.aucs == [one.auc, pytest.approx(1 - other.auc)]
     assert both.auc == pytest.approx((one.auc + 1 - other.auc) / 2)
+    assert both.first_tasks(1).aucs == [one.auc]
     by = paired_bootstrap([one], [other])
     both_better = paired_bootstrap(
         [both], [Scores(losses=[], labels_NT=both.labels_NT, scores_NT=both.scores_NT[:, ::-1])]

@@ -253,6 +253,30 @@ def test_a_warm_up_writes_the_rates_of_each_step() -> None:
     assert [set(rates) for rates in found] == [{0.4 * of, 0.2 * of} for of in shares]
 
 
+def _moved(rank: int, world_size: int, config: TrainConfig) -> tuple[float, set[float]]:
+    """Norm of the change of all dense weights in a step, and Adam's steps before it."""
+    source = make_source(config.data, config.seed)
+    trainer = Trainer(config, source)
+    (_, (_, dense)) = trainer.optimizer.optimizers
+    weights = [weight for group in dense.param_groups for weight in group["params"]]
+    trained = {float(of["step"]) for of in dense.state.values() if "step" in of}
+    before = [weight.detach().clone() for weight in weights]
+    trainer.train(source.batches(rank, world_size), 1)
+    changes = [(old - new).norm() for old, new in zip(before, weights)]
+    return float(torch.stack(changes).norm()), trained
+
+
+def test_all_dense_gradients_together_are_clipped() -> None:
+    def moved(clip_norm: float | None, kind: str = "sgd") -> tuple[float, set[float]]:
+        asked = OptimizerConfig(dense_optimizer=kind, dense_lr=1.0, clip_norm=clip_norm)
+        (found,) = run_ranks(_moved, 1, tiny(optimizer=asked), timeout_s=120)
+        return found
+
+    assert moved(0.125)[0] == pytest.approx(0.125, rel=1e-3)
+    assert moved(None)[0] > 0.2
+    assert moved(None, "adam")[1] == {0.0}  # its state is there, and no step is counted
+
+
 def test_it_trains_as_stock_with_its_own_optimizers() -> None:
     config = tiny(steps=12)
     ours, stock = (
