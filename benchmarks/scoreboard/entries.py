@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrec_picasso.app.config import DataConfig, FeatureConfig, ModelConfig, TrainConfig
-from torchrec_picasso.app.zoo.model_kinds import needs_clicks
+from torchrec_picasso.app.zoo.model_kinds import data_kind
 from torchrec_picasso.errors import InputError
 
 _CRITEO, _ALIMAMA = "criteo_tb_80k.parquet", "alimama_10k.parquet"
@@ -45,7 +45,7 @@ class Entry:
         """One of :data:`torchrec_picasso.app.config.DATA_KINDS`."""
         if self.num_fields is not None:
             return "fields"
-        return "clicks" if needs_clicks(self.model.kind) else "criteo"
+        return data_kind(self.model.kind)
 
     @property
     def real_file(self) -> str | None:
@@ -80,6 +80,7 @@ ENTRIES = {
     "tbsm": Entry(
         model=ModelConfig(kind="tbsm", embedding_dim=16), batch_size=1024, max_history=20
     ),
+    "hstu": Entry(model=ModelConfig(kind="hstu", embedding_dim=64), batch_size=128, num_tasks=2),
 }
 """By name, in the order in which they were published or nearly so."""
 

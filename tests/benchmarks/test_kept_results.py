@@ -34,12 +34,12 @@ def test_figures_are_those_of_the_kept_run() -> None:
     checks = read("quality.json")["checks"]
     told = load_rules(QualityConfig, ROOT / "configs" / "quality.yaml").checks or {}
     assert list(checks) == list(told)
-    seeds = read("quality_seeds.json")["seeds"]
+    seeds, hstu = read("quality_seeds.json")["seeds"], read("quality_hstu.json")["seeds"]
     by_samples = read("quality_by_samples.json")
     found = [
         *checks.values(),
         *by_samples["checks"].values(),
-        *(check for of in seeds.values() for check in of.values()),
+        *(check for of in (*seeds.values(), *hstu.values()) for check in of.values()),
     ]
     assert all(check["holds"] for check in found)
     kept = {

@@ -32,7 +32,7 @@ def test_every_model_has_a_line() -> None:
     assert {entry.model.kind for entry in ENTRIES.values()} == set(model_kinds()) - BASELINES
 
 
-@pytest.mark.parametrize("name", ["deepfm", "dien", "mmoe", "dhen"])
+@pytest.mark.parametrize("name", ["deepfm", "dien", "mmoe", "dhen", "hstu"])
 def test_a_line_has_tables_and_batches(name: str) -> None:
     config = train_config(name, None, seed=0)
     data = dataclasses.replace(config.data, batch_size=16, heldout_steps=2, max_rows=1000)

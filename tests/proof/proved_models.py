@@ -11,6 +11,7 @@ NUM_OPERATORS = {
     "wukong_criteo": 83,
     "dhen_fields": 122,
     "tbsm_taobao": 105,
+    "hstu_stream": 238,
 }
 """Operators that the proof of each configuration's model follows, with histories of 4 clicks."""
 

@@ -225,7 +225,7 @@ def compare_all(rank: int, world_size: int, specs: dict[str, CompareSpec]) -> di
 
 def test_every_model_is_compared(capsys: Capture) -> None:
     specs = {model: tiny_spec(model) for model in model_kinds()}
-    assert len(specs) == 12
+    assert len(specs) == 13
     longer = dataclasses.replace(specs["dlrm"].config, steps=20)
     specs["dlrm"] = dataclasses.replace(specs["dlrm"], config=longer, budget_s=0.0)
     results = run_ranks(compare_all, 2, specs, timeout_s=180)[0]
@@ -239,12 +239,13 @@ def test_every_model_is_compared(capsys: Capture) -> None:
 
 def test_other_models_have_smaller_defaults() -> None:
     parser = make_parser("0")
-    dlrm, tbsm = (
+    dlrm, tbsm, hstu = (
         demo_spec(parser.parse_args(["demo", *options])).config
-        for options in ([], ["--model", "tbsm"])
+        for options in ([], ["--model", "tbsm"], ["--model", "hstu"])
     )
     assert (dlrm.data.batch_size, dlrm.model.embedding_dim) == (4096, 64)
     assert (tbsm.data.batch_size, tbsm.model.embedding_dim) == (512, 16)
+    assert (hstu.data.kind, hstu.data.batch_size, hstu.data.num_tasks) == ("stream", 128, 2)
     assert dlrm.sharding.hot_rows is None
     assert demo_spec(parser.parse_args(["demo"])).budget_s == 40
     assert demo_spec(parser.parse_args(["demo", "--steps", "30"])).budget_s is None

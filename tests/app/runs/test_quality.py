@@ -54,6 +54,7 @@ def test_figures_of_several_tasks_are_their_means() -> None:
     )
     assert both.aucs == [one.auc, pytest.approx(1 - other.auc)]
     assert both.auc == pytest.approx((one.auc + 1 - other.auc) / 2)
+    assert both.first_tasks(1).aucs == [one.auc]
     by = paired_bootstrap([one], [other])
     both_better = paired_bootstrap(
         [both], [Scores(losses=[], labels_NT=both.labels_NT, scores_NT=both.scores_NT[:, ::-1])]
@@ -170,9 +171,10 @@ def test_the_shipped_gate_has_every_kind_and_names_files_that_are_there() -> Non
     folder = Path(__file__).parents[3] / "configs"
     checks = load_rules(QualityConfig, folder / "quality.yaml").checks or {}
     assert {check.kind for check in checks.values()} == set(CHECK_KINDS)
-    for check in checks.values():
-        for name in filter(None, (check.config, check.baseline)):
-            load_config(folder / name)
+    for path in folder.glob("quality*.yaml"):
+        for check in (load_rules(QualityConfig, path).checks or {}).values():
+            for name in filter(None, (check.config, check.baseline)):
+                load_config(folder / name)
 
 
 def test_sides_and_folds_train_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

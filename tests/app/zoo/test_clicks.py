@@ -77,7 +77,7 @@ def test_a_batch_holds_its_samples() -> None:
     clicks = make_clicks()
     batch = clicks.batch(np.array([2, 1, 0]))
     features = batch.sparse_features
-    assert features.keys() == ["user", "item", history_of("item")] == clicks.features
+    assert features.keys() == ["user", "item", history_of("item")] == list(clicks.columns())
     assert features["item"].values().tolist() == [4, 1, 3]
     assert [of.tolist() for of in features[history_of("item")].to_dense()] == [
         [9, 9, 1],
@@ -119,7 +119,13 @@ def test_users_return_to_their_categories() -> None:
 def test_columns_of_a_target_go_together() -> None:
     log = generate_log(NUM_CLICKS, num_categories=20)
     clicks = samples_of_log(log, user="user", targets=["item", "category"], profiles=["device"])
-    assert clicks.features == ["device", "item", "category", "item_history", "category_history"]
+    assert list(clicks.columns()) == [
+        "device",
+        "item",
+        "category",
+        "item_history",
+        "category_history",
+    ]
     assert (clicks.targets["item"] % 20 == clicks.targets["category"]).all()
     items, categories = (clicks.histories[name].joined() for name in ("item", "category"))
     assert len(items) > NUM_CLICKS

@@ -28,15 +28,15 @@ from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.train import train_on_rank
 from torchrec_picasso.app.zoo import models
 from torchrec_picasso.app.zoo.kinds import model_kinds
-from torchrec_picasso.app.zoo.model_kinds import needs_clicks
+from torchrec_picasso.app.zoo.model_kinds import data_kind
 from torchrec_picasso.app.zoo.registry import build_model, make_source
 from torchrec_picasso.errors import ConfigError
 
 FOLDER = Path(__file__).parents[3] / "configs"
 CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if not path.stem.startswith("quality"))
 STEPS = 4
-RESUMED = ("din_taobao", "mmoe_generated", "deepfm_criteo")
-"""One with sequences, one with several tasks, one with two collections of bags."""
+RESUMED = ("din_taobao", "mmoe_generated", "deepfm_criteo", "hstu_stream")
+"""With sequences, with several tasks, with two collections of bags, with Adam and a warm-up."""
 
 
 def tiny(config: TrainConfig, folder: Path) -> TrainConfig:
@@ -74,6 +74,7 @@ def test_it_trains_and_is_resumed(path: Path, tmp_path: Path) -> None:
 
 
 CRITEO, CLICKS = DataConfig(batch_size=8), DataConfig(kind="clicks", batch_size=8)
+STREAM = DataConfig(kind="stream", batch_size=8, num_candidates=3)
 
 
 def made(kind: str, data: DataConfig, sizes: Any = None, **features: FeatureConfig) -> None:
@@ -107,6 +108,9 @@ def made(kind: str, data: DataConfig, sizes: Any = None, **features: FeatureConf
             {},
             "of 2 tasks cannot learn from samples with 1 labels",
         ),
+        ("hstu", CLICKS, None, {}, "reads 'cross', which this data has not; it has fields, target"),
+        ("pooled_history", STREAM, None, {}, "whose candidates are 3; set data.kind to clicks"),
+        ("hstu", STREAM, {"num_tasks": 2}, {}, "2 tasks cannot learn from samples with 1 labels"),
         ("din", CLICKS, None, {"target": {"dim": 32}}, "reads the tables of 'target'"),
     ],
 )
@@ -120,7 +124,7 @@ def test_what_does_not_fit_is_refused_by_name(
 
 @pytest.mark.parametrize("kind", ["deepfm", "wukong", "mmoe"])
 def test_models_of_fields_read_clicks_too(kind: str) -> None:
-    assert not needs_clicks(kind)
+    assert data_kind(kind) == "criteo"
     made(kind, CLICKS)
 
 

@@ -14,6 +14,7 @@ from torchrec_picasso.app.zoo.models.can import CoAction
 from torchrec_picasso.app.zoo.models.deepfm import factorization_machine
 from torchrec_picasso.app.zoo.models.dhen import DHENLayer
 from torchrec_picasso.app.zoo.models.dien import AUGRU, AuxiliaryLoss, InterestAttention
+from torchrec_picasso.app.zoo.models.hstu import HSTULayer
 from torchrec_picasso.app.zoo.models.mmoe import MixtureOfExperts
 from torchrec_picasso.app.zoo.models.tbsm import TimeSeriesLayer
 from torchrec_picasso.app.zoo.models.wukong import WukongLayer
@@ -210,3 +211,23 @@ def test_a_tower_ends_in_a_linear_layer(activation: str) -> None:
     assert made(torch.randn(B, D)).shape == (B, 2)
     assert sum(isinstance(layer, nn.Dropout) for layer in made) == 2
     assert tower(D, (8, 3), None)(torch.randn(B, D)).shape == (B, 3)
+
+
+def test_an_hstu_layer_is_its_sum_over_pairs() -> None:
+    heads, columns, longest = 2, 3, 6
+    layer = HSTULayer(heads * columns, heads, longest)
+    tokens = torch.randn(B, T, heads * columns)
+    distance, bucket = torch.randint(longest + 2, (B, T, T)), torch.randint(32, (B, T, T))
+    sees = torch.rand(B, T, T) < 0.5
+    silu = nn.functional.silu
+    u, v, q, k = silu(layer.project(layer.norm(tokens))).split(heads * columns, dim=2)
+    summed = torch.zeros_like(v)
+    for b, one, other, head in itertools.product(range(B), range(T), range(T), range(heads)):
+        if sees[b, one, other]:
+            own = slice(head * columns, (head + 1) * columns)
+            score = q[b, one, own] @ k[b, other, own]
+            score = score + layer.position_bias.weight[distance[b, one, other], head]
+            score = score + layer.time_bias.weight[bucket[b, one, other], head]
+            summed[b, one, own] += silu(score) / longest * v[b, other, own]
+    expected = tokens + layer.out(layer.norm_attended(summed) * u)
+    torch.testing.assert_close(layer(tokens, distance, bucket, sees), expected)

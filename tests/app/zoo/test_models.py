@@ -39,6 +39,7 @@ from torchrec_picasso.app.zoo.models.deepfm import DeepFM
 from torchrec_picasso.app.zoo.models.dhen import DHEN
 from torchrec_picasso.app.zoo.models.dien import DIEN
 from torchrec_picasso.app.zoo.models.din import DIN
+from torchrec_picasso.app.zoo.models.hstu import HSTU
 from torchrec_picasso.app.zoo.models.logistic_regression import LogisticRegression
 from torchrec_picasso.app.zoo.models.mmoe import MMoE
 from torchrec_picasso.app.zoo.models.pooled_history import PooledHistory
@@ -54,10 +55,12 @@ ONE_HOT = ("user", "device", "city")
 TARGETS = ("item", "category")
 HISTORIES = tuple(f"{name}_history" for name in TARGETS)
 NEGATIVES = tuple(f"{name}_negatives" for name in TARGETS)
+CROSSES = ("item_user", "item_user_history")
 ROWS = {"user": 60, "device": 3, "city": 17, "item": 90, "category": 11}
 NUM_ROWS = {
     **ROWS,
     **{f"{name}_{kind}": ROWS[name] for name in TARGETS for kind in ("history", "negatives")},
+    **dict.fromkeys(CROSSES, 40),
 }
 
 
@@ -82,6 +85,8 @@ class ModelCase:
     groups: tuple[FeatureGroup, ...]
     head: Callable[[FeatureGroups], nn.Module]
     num_tasks: int = 1
+    num_candidates: int | None = None
+    num_dense: int = NUM_DENSE
 
 
 CASES = {
@@ -103,6 +108,18 @@ CASES = {
     ),
     "wukong": ModelCase((FIELDS,), lambda g: Wukong(g, NUM_DENSE, (12,), 2, 3, 4, 5, (16,), (8,))),
     "dhen": ModelCase((FIELDS,), lambda of: DHEN(of, NUM_DENSE, 2, 4, 2, (16,))),
+    "hstu": ModelCase(
+        (
+            group("target", TARGETS, kind="sequence"),
+            *CLICKS[1:],
+            group("cross", CROSSES[:1], kind="sequence"),
+            group("cross_history", CROSSES[1:], tables_of="cross"),
+        ),
+        lambda of: HSTU(of, LONGEST, 2, 8, 2, (6,), num_candidates=3),
+        num_tasks=2,
+        num_candidates=3,
+        num_dense=LONGEST,
+    ),
     "tbsm": ModelCase(CLICKS, lambda of: TBSM(of, NUM_DENSE, (7,), (6,), (9,))),
 }
 
@@ -125,10 +142,16 @@ def batch_of(name: str, step: int, num_samples: int = 24) -> Batch:
     history = torch.randint(LONGEST + 1, (num_samples,), generator=generator)
     lengths = dict.fromkeys((*ONE_HOT, *TARGETS), ones)
     lengths |= dict.fromkeys((*HISTORIES, *NEGATIVES), history)
-    tasks = CASES[name].num_tasks
-    shape = (num_samples,) if tasks == 1 else (num_samples, tasks)
+    case = CASES[name]
+    shape = (num_samples,) if case.num_tasks == 1 else (num_samples, case.num_tasks)
+    dense = torch.randn(num_samples, case.num_dense, generator=generator)
+    if case.num_candidates is not None:
+        shape = (num_samples, case.num_candidates, case.num_tasks)
+        lengths |= dict.fromkeys((*TARGETS, CROSSES[0]), case.num_candidates * ones)
+        lengths |= {CROSSES[1]: history}
+        dense = (9 * dense).exp()  # ages
     return Batch(
-        dense_features=torch.randn(num_samples, NUM_DENSE, generator=generator),
+        dense_features=dense,
         sparse_features=KeyedJaggedTensor(
             keys=list(lengths),
             values=torch.cat([draw(column, int(of.sum())) for column, of in lengths.items()]),

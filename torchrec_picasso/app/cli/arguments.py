@@ -96,7 +96,8 @@ def _demo(subcommands: _Subcommands) -> None:
     command.integer("--ranks", "processes on this machine (default: 2)", 2)
     command.integer("--seed", "seed of weights and generated samples (default: 0)", 0)
     command.integer(
-        "--batch-size", "samples per rank and step (default: 4096 for a dlrm, 512 for other models)"
+        "--batch-size",
+        "samples per rank and step (default: 4096 for a dlrm, 128 for an hstu, 512 for others)",
     )
     command.integer("--dim", "columns of every table (default: 64, or 16 with histories)")
     command.integer(

@@ -18,7 +18,7 @@ from torchrec_picasso.app.config import DataConfig, ModelConfig, ShardingConfig,
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.compare import CompareSpec, compare_on_rank
 from torchrec_picasso.app.zoo.kinds import DLRM
-from torchrec_picasso.app.zoo.model_kinds import needs_clicks
+from torchrec_picasso.app.zoo.model_kinds import data_kind
 from torchrec_picasso.app.zoo.registry import check_run
 from torchrec_picasso.errors import ConfigError
 
@@ -27,6 +27,7 @@ _MIN_STEPS = 10  # warm-up, counted steps and one timed block
 _GENERATED_ROW_SCALE = 0.02  # 10 million rows become 200,000
 _BATCH_SIZE, _DIM = 4096, 64  # of a DLRM
 _SMALL_BATCH_SIZE = 512  # of other models, whose dense parts take most of a step
+_STREAM_BATCH_SIZE = 128  # of four candidates each
 _CLICKS_DIM, _MAX_HISTORY = 16, 20  # attention or a recurrent layer over every click
 _TIMEOUT_S = 3600
 _PROGRAM = ("-m", "torchrec_picasso")
@@ -39,10 +40,12 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
         raise ConfigError(f"--steps: expected at least {_MIN_STEPS}, got {args.steps}")
     if args.rate_mbit is not None and not args.rate_mbit > 0:
         raise ConfigError(f"--rate-mbit: expected more than 0, got {args.rate_mbit:g}")
-    has_histories = needs_clicks(args.model)
+    kind = data_kind(args.model)
+    has_histories = kind != "criteo"
     batch_size, dim = args.batch_size, args.dim
     if batch_size is None:
-        batch_size = _BATCH_SIZE if args.model == DLRM else _SMALL_BATCH_SIZE
+        batch_size = _STREAM_BATCH_SIZE if kind == "stream" else _SMALL_BATCH_SIZE
+        batch_size = _BATCH_SIZE if args.model == DLRM else batch_size
     if dim is None:
         dim = _CLICKS_DIM if has_histories else _DIM
     towers: dict[str, Any] = {}
@@ -53,7 +56,8 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
         ranks=args.ranks,
         seed=args.seed,
         data=DataConfig(
-            kind="clicks" if has_histories else "criteo",
+            kind=kind,
+            num_tasks=2 if kind == "stream" else 1,
             path=args.data,
             batch_size=batch_size,
             row_scale=1.0 if args.data else _GENERATED_ROW_SCALE,

@@ -38,6 +38,10 @@ class QualityCheck(Rules):
     max_rows: int | None = rule(None, "Cap on the rows of one table.", at_least=1)
     labels: str | None = rule(None, "Labels of generated samples.", choices=LABELS)
     task_correlation: float | None = rule(None, "Correlation of two tasks.", at_least=-1, at_most=1)
+    window_steps: int | None = rule(
+        None, "Evaluate on as many global batches after the last step, in time order.", at_least=1
+    )
+    num_candidates: int | None = rule(None, "Candidates of a sample of a stream.", at_least=1)
     sizes: Mapping[str, bool | int | float | str | tuple[int, ...]] | None = rule(
         None, "Sizes of the model that replace the configuration's."
     )

@@ -18,8 +18,9 @@ PIPELINES = ("interleaved", "sparse_dist")
 CARDINALITY_NAMES = ("criteo_kaggle", "criteo_terabyte_10m", "criteo_terabyte_40m")
 """Published table sizes for generated data and Criteo files."""
 
-DATA_KINDS = ("criteo", "clicks", "fields")
-"""Criteo's columns, clicks with histories, or many generated fields."""
+DATA_KINDS = ("criteo", "clicks", "stream", "fields")
+"""Criteo's columns; clicks with histories, or with times, candidates and crossed features too; many
+generated fields."""
 
 LABELS = ("own", "sines", "co_action")
 """The data's own; sines of a sum over ids (generated Criteo samples); a random teacher over pairs
@@ -59,7 +60,7 @@ class DataConfig(Rules):
         1.05, "Mean skew of the generated ids; 0 = uniform.", at_least=0, at_most=4
     )
     num_tasks: int = rule(
-        1, "Labels of a sample; 2 for generated Criteo data only.", at_least=1, at_most=2
+        1, "Labels of a sample; 2 for generated Criteo data and streams.", at_least=1, at_most=2
     )
     task_correlation: float = rule(
         0.5, "Correlation of the two labels' id parts.", at_least=-1, at_most=1
@@ -67,6 +68,22 @@ class DataConfig(Rules):
     labels: str = rule("own", "The data's own labels, or generated ones.", choices=LABELS)
     max_history: int = rule(
         50, "Longest history of clicks; the latest are kept.", at_least=1, at_most=10_000
+    )
+    num_candidates: int | None = rule(
+        None,
+        "Items of a sample of a stream, the first of them clicked; null = 4, or 1 for rows with "
+        "their own histories.",
+        at_least=1,
+        at_most=1000,
+    )
+    cross_rows: int = rule(
+        100_000, "Rows of each table of a stream's crossed features.", at_least=1
+    )
+    window_steps: int | None = rule(
+        None,
+        "Steps of a window in time order: each is evaluated before it is trained on, the one after "
+        "the last step at the end; null = the held-out samples at the end.",
+        at_least=1,
     )
     heldout_steps: int = rule(
         4, "Global batches held out of training, for statistics and evaluation.", at_least=1
@@ -90,9 +107,10 @@ class DataConfig(Rules):
                 "path to null and kind to criteo",
             ),
             (
-                self.num_tasks > 1 and (is_file or not is_criteo),
-                f"num_tasks: only generated samples of kind criteo have {self.num_tasks} labels; "
-                "remove num_tasks, or set path to null and kind to criteo",
+                self.num_tasks > 1 and self.kind != "stream" and (is_file or not is_criteo),
+                f"num_tasks: only generated samples of kind criteo and streams have "
+                f"{self.num_tasks} labels; remove num_tasks, or set path to null and kind to "
+                "criteo, or kind to stream",
             ),
             (
                 self.heldout_fold and not (is_criteo and is_file),
@@ -202,10 +220,14 @@ class OptimizerConfig(Rules):
     embedding_eps: float = rule(1e-8, "Adagrad's eps.", above=0)
     dense_optimizer: str = rule(
         "sgd",
-        "Optimizer of the dense weights; adagrad amplifies rounding in its first steps.",
-        choices=("adagrad", "sgd"),
+        "Optimizer of the dense weights; adagrad and adam amplify rounding in their first steps.",
+        choices=("adagrad", "adam", "sgd"),
     )
     dense_lr: float = rule(0.05, "Learning rate of the dense weights.", above=0)
+    warmup_steps: int = rule(0, "Steps in which both learning rates rise to theirs.", at_least=0)
+    clip_norm: float | None = rule(
+        None, "Largest norm of the dense gradients together; null = not clipped.", above=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

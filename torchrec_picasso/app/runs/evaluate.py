@@ -5,6 +5,7 @@ Shape letters: N held-out samples of all ranks, T tasks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -15,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 
+from torchrec_picasso.app.config import DataConfig
 from torchrec_picasso.app.runs.trainer import Trainer
+from torchrec_picasso.app.zoo.data.source import BatchSource
 
 
 def predict_all(
@@ -30,6 +33,20 @@ def predict_all(
     dist.all_gather_object(by_rank, (labels, scores))
     labels_NT, scores_NT = (torch.cat(parts).float().numpy() for parts in zip(*by_rank))
     return labels_NT, scores_NT
+
+
+def evaluate(
+    trainer: Trainer, source: BatchSource, rank: int, data: DataConfig
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """:func:`predict_all` of the window after the steps trained, or of the held-out samples.
+
+    Collective.
+    """
+    world_size = dist.get_world_size()
+    if data.window_steps is None:
+        return predict_all(trainer, source.heldout(rank, world_size))
+    following = source.batches(rank, world_size, start_step=trainer.num_trained)
+    return predict_all(trainer, itertools.islice(following, data.window_steps))
 
 
 def areas_under_curves(

@@ -70,11 +70,11 @@ def check_profile(config: TrainConfig, num_steps: int, path: str | None) -> Prof
 
 
 def steps_at_once(config: TrainConfig, step: int) -> int:
-    """Steps until the pipeline is drained for a checkpoint or the end."""
-    if config.checkpoint.folder is None:
-        return config.steps - step
-    until_checkpoint = config.checkpoint.every_steps - step % config.checkpoint.every_steps
-    return min(until_checkpoint, config.steps - step)
+    """Steps until the pipeline is drained for a checkpoint, an evaluation or the end."""
+    every = [config.data.window_steps or config.steps]
+    if config.checkpoint.folder is not None:
+        every.append(config.checkpoint.every_steps)
+    return min(config.steps - step, *(one - step % one for one in every))
 
 
 class Stretch(Iterator[Batch]):

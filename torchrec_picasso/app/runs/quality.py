@@ -24,13 +24,13 @@ from torchrec_picasso.app.config import ModelConfig, PipelineConfig, TrainConfig
 from torchrec_picasso.app.config.quality import ABOVE, PARITY, QualityCheck
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.app.runs.evaluate import areas_under_curves, predict_all
+from torchrec_picasso.app.runs.evaluate import areas_under_curves, evaluate
 from torchrec_picasso.app.runs.trainer import Trainer
 from torchrec_picasso.app.zoo.registry import check_run, make_source
 
 _DATA_KEYS = (
     *("batch_size", "heldout_steps", "cardinalities", "row_scale", "max_rows", "labels"),
-    "task_correlation",
+    *("task_correlation", "window_steps", "num_candidates"),
 )
 """Keys of a check that replace those of the same name in ``data``."""
 
@@ -81,6 +81,11 @@ class Scores:
             self, labels_NT=self.labels_NT[samples_n], scores_NT=self.scores_NT[samples_n]
         )
 
+    def first_tasks(self, num_tasks: int) -> Scores:
+        """The scores of the first tasks, which another model learns too."""
+        labels_NT, scores_NT = self.labels_NT[:, :num_tasks], self.scores_NT[:, :num_tasks]
+        return dataclasses.replace(self, labels_NT=labels_NT, scores_NT=scores_NT)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
@@ -109,7 +114,7 @@ def as_stock(config: TrainConfig) -> TrainConfig:
 
 
 def score_on_rank(rank: int, world_size: int, config: TrainConfig) -> Scores:
-    """Trains without checkpoints, and predicts the held-out samples.
+    """Trains without checkpoints, and predicts samples that were not trained on.
 
     Collective: the main function of every rank.
     """
@@ -117,7 +122,7 @@ def score_on_rank(rank: int, world_size: int, config: TrainConfig) -> Scores:
     source = make_source(config.data, config.seed)
     trainer = Trainer(config, source)
     losses = trainer.train(source.batches(rank, world_size), config.steps)
-    labels_NT, scores_NT = predict_all(trainer, source.heldout(rank, world_size))
+    labels_NT, scores_NT = evaluate(trainer, source, rank, config.data)
     return Scores(losses=trainer.mean_over_ranks(losses), labels_NT=labels_NT, scores_NT=scores_NT)
 
 
@@ -210,6 +215,10 @@ class Checker:
         assert check.baseline is not None
         ours_F = self._folds(check, self._configured(check.config, check))
         other_F = self._folds(check, self._baseline(check.baseline, check))
+        num_tasks = min(each.labels_NT.shape[1] for each in (*ours_F, *other_F))
+        ours_F, other_F = (
+            [each.first_tasks(num_tasks) for each in side] for side in (ours_F, other_F)
+        )
         interval = paired_bootstrap(ours_F, other_F)
         auc, other_auc, num_samples = mean_auc(ours_F), mean_auc(other_F), _num_samples(ours_F)
         return CheckResult(

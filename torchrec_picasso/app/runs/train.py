@@ -28,11 +28,12 @@ from torchrec_picasso.app.checkpoints.writer import CheckpointWriter
 from torchrec_picasso.app.config import TrainConfig
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
-from torchrec_picasso.app.runs.evaluate import areas_under_curves, predict_all
+from torchrec_picasso.app.runs.evaluate import areas_under_curves, evaluate
 from torchrec_picasso.app.runs.pipelines import describe_pipeline, is_settled, pipeline_maker
 from torchrec_picasso.app.runs.profiling import ProfileRequest, StepProfiler, Stretch, steps_at_once
 from torchrec_picasso.app.runs.trainer import Trainer
 from torchrec_picasso.app.runs.watching import RunWatch
+from torchrec_picasso.app.zoo.data.source import BatchSource
 from torchrec_picasso.app.zoo.registry import make_source
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.exchange.peers import Peers
@@ -77,8 +78,8 @@ def train_on_rank(
         profile: Steps to draw, if any.
 
     Returns:
-        ``first_step``, the ``losses`` of the steps of this call, the held-out ``auc`` of the first
-        task and the ``aucs`` of all.
+        ``first_step``, the ``losses`` of the steps of this call, the ``auc`` of the first task on
+        samples not trained on, the ``aucs`` of all, and those ``by_window``.
 
     Raises:
         PicassoError: If the input or the checkpoint cannot be used.
@@ -118,6 +119,7 @@ def _train(
     batches = source.batches(rank, world_size, start_step=first_step)
     watch.begin(first_step)
     losses: list[float] = []
+    by_window: dict[int, list[float]] = {}
     step, is_described = first_step, False
     while step < config.steps:
         stretch = Stretch(batches, step, step + steps_at_once(config, step))
@@ -139,14 +141,26 @@ def _train(
         is_due = step == config.steps or step % config.checkpoint.every_steps == 0
         if folder is not None and is_due:
             writer.save(step, trainer.state, _extra_writer(trainer, config, world_size))
+        if step < config.steps and step % (config.data.window_steps or config.steps) == 0:
+            by_window[step] = _evaluated(trainer, source, rank, config, progress)
     writer.finish()
     progress.close()
-    labels_NT, scores_NT = predict_all(trainer, source.heldout(rank, world_size))
-    aucs = areas_under_curves(labels_NT, scores_NT)
+    aucs = by_window[step] = _evaluated(trainer, source, rank, config, progress)
     watch.end(step, aucs)
+    on_others = {"auc": aucs[0], "aucs": aucs, "by_window": by_window}
+    return {"first_step": first_step, "losses": losses, **on_others}
+
+
+def _evaluated(
+    trainer: Trainer, source: BatchSource, rank: int, config: TrainConfig, progress: Progress
+) -> list[float]:
+    """AUC of each task on samples not trained on. Collective."""
+    labels_NT, scores_NT = evaluate(trainer, source, rank, config.data)
+    aucs = areas_under_curves(labels_NT, scores_NT)
     shown = ", ".join(f"{auc:.5f}" for auc in aucs)
-    progress.say(f"AUC {shown} on {len(labels_NT)} held-out samples")
-    return {"first_step": first_step, "losses": losses, "auc": aucs[0], "aucs": aucs}
+    which = "held-out samples" if config.data.window_steps is None else "samples of the next window"
+    progress.say(f"AUC {shown} on {len(labels_NT)} {which}")
+    return aucs
 
 
 def _extra_writer(trainer: Trainer, config: TrainConfig, ranks: int) -> Callable[[Path], None]:
@@ -191,6 +205,7 @@ def _resume(
         raise ConfigError(
             f"steps: {config.steps}, but {path} has trained {step} already; raise steps"
         )
+    trainer.num_trained = step
     uses, setting = read_uses(path), read_setting(path, ranks, config.data.batch_size)
     pipeline = trainer.interleaved
     if pipeline is not None and uses is not None:

@@ -15,7 +15,8 @@ from torchrec.distributed.train_pipeline import TrainPipeline
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -29,6 +30,12 @@ from torchrec_picasso.app.zoo.tables import tables_of
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.train_pipeline.interleaved import InterleavedTrainPipeline
+
+_DENSE_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+}
 
 
 class Trainer:
@@ -81,6 +88,9 @@ class Trainer:
         self.model, self.optimizer = shard_model(
             model, self.placement, pg, self.device, config.seed, config.optimizer
         )
+        self._rates = config.optimizer
+        self.num_trained = 0
+        """Steps trained; of a resumed run those before it too."""
         make_pipeline = make_pipeline or pipeline_maker(config.pipeline)
         self.pipeline: TrainPipeline = make_pipeline(self.model, self.optimizer, self.device)
 
@@ -99,7 +109,8 @@ class Trainer:
             num_steps: Number of steps; ``None`` = until the batches end.
         """
         self.model.train()
-        for loss, _, _ in self._outputs(batches, num_steps):
+        for loss, _, _ in self._outputs(batches, num_steps, self._write_rates):
+            self.num_trained += 1
             yield loss
 
     def train(self, batches: Iterable[Batch], num_steps: int | None = None) -> Tensor:
@@ -107,11 +118,12 @@ class Trainer:
         return torch.stack(list(self.steps(batches, num_steps)))
 
     def predict(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields labels and click probabilities of each batch, ``(B, tasks)``. Collective."""
+        """Yields labels and click probabilities of each batch, a row for each candidate,
+        ``(B C, tasks)``. Collective."""
         self.model.eval()
         with torch.no_grad():
             for _, logits, labels in self._outputs(batches, None):
-                yield labels.view(len(labels), -1), logits.sigmoid().view(len(labels), -1)
+                yield _by_task(labels), _by_task(logits.sigmoid())
         self.model.train()
 
     def mean_over_ranks(self, losses: Tensor) -> list[float]:
@@ -129,16 +141,36 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optim"])
 
+    def _write_rates(self) -> None:
+        """Writes the learning rates of the next step into the parameter groups."""
+        rates = self._rates
+        if self.num_trained > rates.warmup_steps:
+            return
+        share = min(1.0, (self.num_trained + 1) / max(1, rates.warmup_steps))
+        (_, tables), (_, dense) = self.optimizer.optimizers
+        for part, rate in ((tables, rates.embedding_lr), (dense, rates.dense_lr)):
+            for group in part.param_groups:
+                group["lr"] = rate * share
+
     def _outputs(
-        self, batches: Iterable[Batch], num_steps: int | None
+        self,
+        batches: Iterable[Batch],
+        num_steps: int | None,
+        before_step: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         # The pipeline reads ahead, so its iterator must end with the last step.
         stream = itertools.islice(iter(batches), num_steps)
         while True:
+            before_step()
             try:
                 yield self.pipeline.progress(stream)
             except StopIteration:
                 return
+
+
+def _by_task(values: Tensor) -> Tensor:
+    """Labels or scores ``(B,)``, ``(B, tasks)`` or ``(B, C, tasks)`` as ``(rows, tasks)``."""
+    return (values[:, None] if values.dim() == 1 else values).flatten(0, -2)
 
 
 def unsharded_model(config: TrainConfig, source: BatchSource) -> nn.Module:
@@ -175,12 +207,26 @@ def shard_model(
         sharders=placement.sharders,
     )
     write_initial_tables(sharded, tables, seed)
-    kind = {"adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}[optimizer.dense_optimizer]
-    dense = KeyedOptimizerWrapper(
+    return sharded, CombinedOptimizer(
+        [sharded.fused_optimizer, _dense_optimizer(sharded, optimizer)]
+    )
+
+
+def _dense_optimizer(sharded: nn.Module, optimizer: OptimizerConfig) -> KeyedOptimizer:
+    """The optimizer of the dense weights; its state is there from the start, to be resumed."""
+    kind = _DENSE_OPTIMIZERS[optimizer.dense_optimizer]
+    dense: KeyedOptimizer = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(sharded.named_parameters())),
         lambda parameters: kind(parameters, lr=optimizer.dense_lr),
     )
-    return sharded, CombinedOptimizer([sharded.fused_optimizer, dense])
+    if kind is torch.optim.Adam:
+        dense.init_state()  # a step of zero gradients, which moves no weight
+        dense.zero_grad(set_to_none=True)
+        for state in dense.state.values():
+            state["step"].zero_()
+    if optimizer.clip_norm is None:
+        return dense
+    return GradientClippingOptimizer(dense, GradientClipping.NORM, optimizer.clip_norm)
 
 
 def _move_dense_part(model: nn.Module, device: torch.device) -> None:

@@ -9,12 +9,13 @@ from torchrec_picasso.app.zoo.feature_groups import FeatureGroups
 
 
 class ClickModel(nn.Module):
-    """Binary cross-entropy of logits: a sum over tasks, a mean over samples.
+    """Binary cross-entropy of logits: a sum over tasks and candidates, a mean over samples.
 
     Args:
         embeddings: Embeddings of all groups of columns.
-        head: Maps embeddings and dense features to logits, ``(B,)`` or for several tasks
-            ``(B, tasks)``, or to logits and a further loss that is a mean over samples.
+        head: Maps embeddings and dense features to logits, ``(B,)``, for several tasks
+            ``(B, tasks)``, of C candidates ``(B, C, tasks)``, or to logits and a further loss that
+            is a mean over samples.
     """
 
     def __init__(self, embeddings: FeatureGroups, head: nn.Module) -> None:

@@ -42,6 +42,7 @@ ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
     "relu": lambda num_units: nn.ReLU(),
     "sigmoid": lambda num_units: nn.Sigmoid(),
     "tanh": lambda num_units: nn.Tanh(),
+    "silu": lambda num_units: nn.SiLU(),
     "prelu": lambda num_units: nn.PReLU(num_units, init=0.0),
     "dice": Dice,
 }

@@ -21,12 +21,18 @@ from torchrec_picasso.app.zoo.kinds import DLRM, model_kinds
 from torchrec_picasso.errors import ConfigError
 
 _NO_SIZES = ("embeddings", "num_dense")  # parameters of a model that every model has
-_CLICK_ROLES = ("target", "profile", "history", "negatives")
+_ROLES_OF_DATA = {
+    "stream": ("cross", "cross_history"),
+    "clicks": ("target", "profile", "history", "negatives"),
+}
+"""Columns that only this kind of data has."""
 
 
-def needs_clicks(kind: str) -> bool:
-    """Whether a model reads columns that only clicks have: histories, targets, profiles."""
-    return kind != DLRM and any(reads.role in _CLICK_ROLES for reads in _reads_of(kind).values())
+def data_kind(kind: str) -> str:
+    """The kind of the generated data that a model can read, one of :data:`.DATA_KINDS`."""
+    roles = {reads.role for reads in _reads_of(kind).values()} if kind != DLRM else set()
+    found = (name for name, only in _ROLES_OF_DATA.items() if roles.intersection(only))
+    return next(found, "criteo")
 
 
 def groups_of(
@@ -82,6 +88,14 @@ def make_head(model: ModelConfig, embeddings: FeatureGroups, source: BatchSource
             f"model.kind: a {model.kind} of {num_tasks} tasks cannot learn from samples with "
             f"{source.num_tasks} labels; set data.num_tasks or model.sizes.num_tasks"
         )
+    num_candidates = getattr(source, "num_candidates", None)
+    if ("num_candidates" in known) != (num_candidates is not None):
+        raise ConfigError(
+            f"model.kind: a {model.kind} cannot learn from these samples, whose candidates are "
+            f"{num_candidates or 'not in lists'}; set data.kind to {data_kind(model.kind)}"
+        )
+    if num_candidates is not None:
+        sizes["num_candidates"] = num_candidates
     try:
         return _model_class(model.kind)(embeddings, source.num_dense, **sizes)
     except (TypeError, ValueError) as error:
@@ -148,7 +162,7 @@ def _group(
     if available is None:
         raise ConfigError(
             f"model.kind: a {model.kind} reads {reads.role!r}, which this data has not; it has "
-            f"{', '.join(source.columns)}. Set data.kind to clicks"
+            f"{', '.join(source.columns)}. Set data.kind to {data_kind(model.kind)}"
         )
     columns = change.columns if change.columns is not None else available
     missing = [column for column in columns if column not in source.num_rows]

@@ -26,7 +26,7 @@ def make_source(data: DataConfig, seed: int) -> BatchSource:
     Raises:
         PicassoError: If a file of clicks cannot be used, or ``max_rows`` is too small for fields.
     """
-    if data.kind == "clicks":
+    if data.kind in ("clicks", "stream"):
         return ClickSource(data, seed)
     if data.kind == "fields":
         fields = draw_fields(data.num_tables, data.max_rows, seed)
@@ -73,5 +73,13 @@ def check_run(config: TrainConfig, world_size: int) -> None:
         PicassoError: If the data or the model cannot be used.
     """
     source = make_source(config.data, config.seed)
+    if config.data.window_steps is not None:
+        num_steps = source.steps_in_order(world_size) if isinstance(source, ClickSource) else 0
+        if config.steps + config.data.window_steps > num_steps:
+            raise ConfigError(
+                f"data.window_steps: {config.steps} steps and a window of "
+                f"{config.data.window_steps} are more than this data has in time order, "
+                f"{num_steps}; lower steps or batch_size, or set window_steps to null"
+            )
     check_source(source, world_size)
     build_model(config, source)

@@ -10,6 +10,7 @@ Interest Network, KDD 2018.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 from torchrec_picasso.app.zoo.data.clicks import Clicks
 from torchrec_picasso.app.zoo.data.generated import zipf_cdf
 from torchrec_picasso.app.zoo.data.history import History, Ids
+from torchrec_picasso.app.zoo.data.stream import Stream
 
 _HISTORIES = {"cate_id": "tag_category_list", "brand": "tag_brand_list"}
 """History column of each target column."""
@@ -30,6 +32,7 @@ _PROFILES = (
 )
 """Columns with one id per sample."""
 COLUMNS = ("clk", *_PROFILES, *_HISTORIES, *_HISTORIES.values())
+_CROSSES = {"cate_id_user": ("cate_id", "user_id"), "brand_user": ("brand", "user_id")}
 
 _MISSING = -1
 _NUM_GENERATED = 10_000
@@ -43,21 +46,34 @@ _FEW_ROWS = 12
 _MOST_DISTINCT = 4  # rows of a history
 
 
-def read_alimama(path: str | Path, row_groups: Sequence[int] | None = None) -> Clicks:
+def read_alimama(
+    path: str | Path, row_groups: Sequence[int] | None = None, is_stream: bool = False
+) -> Clicks:
     """Reads a Parquet file.
 
     Args:
         path: File with :data:`COLUMNS`; ids are shifted by 1, 0 is a missing id.
         row_groups: Row groups to read; ``None`` = all.
+        is_stream: Whether samples are a stream, of the tasks click and purchase. There are no
+            times: all clicks are of one second.
     """
     file = pq.ParquetFile(path)
     groups = range(file.num_row_groups) if row_groups is None else row_groups
-    table = file.read_row_groups(list(groups), columns=list(COLUMNS))
-    return Clicks(
+    names = [*COLUMNS, *(["buy"] if is_stream else [])]
+    table = file.read_row_groups(list(groups), columns=names)
+    clicks = Clicks(
         targets={column: _ids(table[column]) for column in _HISTORIES},
         histories={target: _lists(table[column]) for target, column in _HISTORIES.items()},
         profiles={column: _ids(table[column]) for column in _PROFILES},
         clicked=np.asarray(table["clk"], dtype=np.float32),
+    )
+    if not is_stream:
+        return clicks
+    tasks = [clicks.clicked, np.asarray(table["buy"])]
+    lists, no_time_n = clicks.histories["cate_id"], np.zeros(len(clicks), dtype=np.int64)
+    earlier = replace(lists, values=np.zeros_like(lists.values))
+    return Stream.from_clicks(
+        clicks, np.stack(tasks, axis=1)[:, None], no_time_n, earlier, _CROSSES
     )
 
 

@@ -29,19 +29,32 @@ class ClickFile:
     Args:
         path: Parquet file of Alimama's rows or Globo's clicks.
         most_samples: Most samples of a window.
+        num_candidates: Candidates of a sample of a stream; ``None`` = clicks.
 
     Raises:
-        InputError: If the file cannot be read, or a column is missing.
+        InputError: If the file cannot be read, or a column is missing, or rows with their own
+            histories, of one candidate each, are to have several.
     """
 
-    def __init__(self, path: str | Path, most_samples: int = MOST_SAMPLES) -> None:
-        self._path = path
-        self.is_log = _kind_of(path) == "Globo's clicks"
+    def __init__(
+        self,
+        path: str | Path,
+        most_samples: int = MOST_SAMPLES,
+        num_candidates: int | None = None,
+    ) -> None:
+        self._path, self._num_candidates = path, num_candidates
+        self.is_log = is_log(path)
+        if not self.is_log and (num_candidates or 1) > 1:
+            raise InputError(
+                f"{path}: rows with their own histories have one candidate, not {num_candidates}; "
+                "set data.num_candidates to 1"
+            )
+        per_click = _SAMPLES_PER_CLICK if (num_candidates or 1) == 1 else 1
         metadata = pq.read_metadata(path)
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         if self.is_log:
-            self._windows = _even_ranges(metadata.num_rows, most_samples // _SAMPLES_PER_CLICK)
-            self._num_samples = [_SAMPLES_PER_CLICK * len(window) for window in self._windows]
+            self._windows = _even_ranges(metadata.num_rows, most_samples // per_click)
+            self._num_samples = [per_click * len(window) for window in self._windows]
         else:
             self._windows = _windows(rows, most_samples)
             self._num_samples = [sum(rows[group] for group in window) for window in self._windows]
@@ -61,8 +74,14 @@ class ClickFile:
         """Reads a window."""
         window = self._windows[number]
         if self.is_log:
-            return globo.read_globo(self._path, window if self.num_windows > 1 else None)
-        return alimama.read_alimama(self._path, window)
+            rows = window if self.num_windows > 1 else None
+            return globo.read_globo(self._path, rows, self._num_candidates)
+        return alimama.read_alimama(self._path, window, self._num_candidates is not None)
+
+
+def is_log(path: str | Path) -> bool:
+    """Whether a file is a log of clicks, not rows with their own histories."""
+    return _kind_of(path) == "Globo's clicks"
 
 
 def read_clicks(path: str | Path) -> Clicks:

@@ -14,24 +14,26 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from torchrec.datasets.utils import Batch
 
 from torchrec_picasso.app.config import DataConfig
-from torchrec_picasso.app.zoo.data.click_files import MOST_SAMPLES, ClickFile
+from torchrec_picasso.app.zoo.data.click_files import MOST_SAMPLES, ClickFile, is_log
 from torchrec_picasso.app.zoo.data.click_log import generate_log, samples_of_log
 from torchrec_picasso.app.zoo.data.clicks import Clicks, history_of, negatives_of
 from torchrec_picasso.app.zoo.data.co_action_teacher import with_co_action_labels
 from torchrec_picasso.app.zoo.data.history import Ids
 from torchrec_picasso.app.zoo.data.shares import HELDOUT, TRAIN, Shares
+from torchrec_picasso.app.zoo.data.stream import Stream
 from torchrec_picasso.errors import InputError
 
 _GENERATED_CLICKS = 40_000
 _HELDOUT_SHARE = 0.1
 _HELDOUT_STREAM = 7  # random stream
+_CANDIDATES = 4
 
 
 class _GeneratedFile:
@@ -39,16 +41,21 @@ class _GeneratedFile:
 
     num_windows = 1
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, num_candidates: int | None) -> None:
+        self._seed, self._num_candidates = seed, num_candidates
 
     def num_samples(self, number: int) -> int:
         return _GENERATED_CLICKS
 
     def window(self, number: int) -> Clicks:
-        log = generate_log(_GENERATED_CLICKS, seed=self._seed)
+        is_stream = self._num_candidates is not None
         return samples_of_log(
-            log, user="user", targets=("item", "category"), profiles=("user", "device")
+            generate_log(_GENERATED_CLICKS, seed=self._seed, in_visits=is_stream),
+            user="user",
+            targets=("item", "category"),
+            profiles=("user", "device"),
+            num_candidates=self._num_candidates,
+            crosses={"category_user": ("category", "user"), "item_device": ("item", "device")},
         )
 
     def num_rows(self, column: str) -> int:
@@ -78,32 +85,37 @@ class ClickSource:
         InputError: If the file cannot be used.
     """
 
-    num_dense = 1  # of zeros: clicks have no dense features
-    num_tasks = 1
-
     def __init__(self, data: DataConfig, seed: int, *, most_samples: int = MOST_SAMPLES) -> None:
         self._data, self._seed = data, seed
-        self._file: ClickFile | _GeneratedFile = _GeneratedFile(seed)
+        self.num_candidates = _num_candidates(data) if data.kind == "stream" else None
+        self.num_tasks, self.num_dense = data.num_tasks, 1  # a zero
+        if self.num_candidates is not None:
+            self.num_dense = data.max_history
+        self._file: ClickFile | _GeneratedFile = _GeneratedFile(seed, self.num_candidates)
         if data.path is not None:
-            self._file = ClickFile(data.path, most_samples)
+            self._file = ClickFile(data.path, most_samples, self.num_candidates)
         self._is_windowed = self._file.num_windows > 1
         self._current = self._prepare(0)
         first = self._current.trained
         self._in_time_order = first.in_time_order
         targets, profiles = tuple(first.targets), tuple(first.profiles)
         histories, negatives = tuple(map(history_of, targets)), tuple(map(negatives_of, targets))
-        self.columns: Mapping[str, tuple[str, ...]] = {
+        self.columns: dict[str, tuple[str, ...]] = {
             "fields": (*profiles, *targets),
             "target": targets,
             "profile": profiles,
             "history": histories,
-            "negatives": negatives,
+            **({"negatives": negatives} if first.negatives else {}),
         }
         rows = dict(self._current.num_rows)
         if self._is_windowed:
             rows = {column: min(data.max_rows, self._file.num_rows(column)) for column in rows}
         for columns in (histories, negatives):
             rows |= {column: rows[target] for column, target in zip(columns, targets)}
+        if isinstance(first, Stream):
+            crossed, crossed_histories = tuple(first.crosses), tuple(map(history_of, first.crosses))
+            self.columns |= {"cross": crossed, "cross_history": crossed_histories}
+            rows |= dict.fromkeys((*crossed, *crossed_histories), data.cross_rows)
         self.num_rows: Mapping[str, int] = rows
 
     def batches(self, rank: int, world_size: int, start_step: int = 0) -> Iterator[Batch]:
@@ -144,6 +156,17 @@ class ClickSource:
             heldout = self._window(number).heldout
             yield heldout.batch(self._heldout_samples(heldout, rank, step, world_size))
 
+    def steps_in_order(self, world_size: int) -> int:
+        """Steps in time order, of samples that are none of the steps before; 0 without order."""
+        if not self._in_time_order:
+            return 0
+        global_size = world_size * self._data.batch_size
+        numbers = range(self._first_trained, self._file.num_windows)
+        if self._is_windowed and (self.num_candidates or 1) > 1:  # a sample is a click
+            return sum(self._file.num_samples(number) // global_size for number in numbers)
+        num_first = len(self._window(self._first_trained).trained)
+        return (num_first if self._is_windowed else num_first // 2) // global_size
+
     @property
     def _first_trained(self) -> int:
         """The first window that is trained on."""
@@ -164,7 +187,12 @@ class ClickSource:
 
     def _prepare(self, number: int) -> _Window:
         clicks = self._file.window(number).hashed(self._data.max_rows)
-        clicks = clicks.latest(self._data.max_history).with_negatives(self._seed)
+        clicks = clicks.latest(self._data.max_history)
+        if isinstance(clicks, Stream):
+            labels = clicks.clicked[..., : self.num_tasks]
+            clicks = replace(clicks, clicked=labels, cross_rows=self._data.cross_rows)
+        else:
+            clicks = clicks.with_negatives(self._seed)
         if self._data.labels == "co_action":
             clicks = with_co_action_labels(clicks, self._seed, number)
         columns = (*clicks.profiles, *clicks.targets)
@@ -203,3 +231,8 @@ class ClickSource:
             seed=self._seed,
             start=0 if self._is_windowed else len(clicks) // 2,
         )
+
+
+def _num_candidates(data: DataConfig) -> int:
+    default = _CANDIDATES if data.path is None or is_log(data.path) else 1
+    return default if data.num_candidates is None else data.num_candidates

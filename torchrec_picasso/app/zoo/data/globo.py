@@ -24,15 +24,19 @@ from torchrec_picasso.errors import InputError
 _PROFILES = ("user", "environment", "device", "os", "country", "region", "referrer")
 _TIME, _ARTICLE = "ts_ms", "article"
 _ROWS_PER_BATCH = 1 << 16
+_CROSSES = {"article_user": (_ARTICLE, "user"), "article_referrer": (_ARTICLE, "referrer")}
 COLUMNS = (_TIME, _ARTICLE, *_PROFILES)
 
 
-def read_globo(path: str | Path, rows: range | None = None) -> Clicks:
+def read_globo(
+    path: str | Path, rows: range | None = None, num_candidates: int | None = None
+) -> Clicks:
     """Reads a Parquet file.
 
     Args:
         path: File with :data:`COLUMNS`; ids are shifted by 1.
         rows: Rows that become samples; ``None`` = all, sorted by time.
+        num_candidates: Candidates of a sample of a stream; ``None`` = clicks.
 
     Raises:
         InputError: If the file has fewer than 2 clicks, or ``rows`` are not in time order.
@@ -49,8 +53,17 @@ def read_globo(path: str | Path, rows: range | None = None) -> Clicks:
                 "there are too many rows to sort them in memory; sort the file"
             )
     log = {column: frame[column].to_numpy(np.int64) + 1 for column in (_ARTICLE, *_PROFILES)}
+    log["second"] = frame[_TIME].to_numpy(np.int64) // 1000
     try:
-        return samples_of_log(log, user="user", targets=[_ARTICLE], profiles=_PROFILES, first=first)
+        return samples_of_log(
+            log,
+            user="user",
+            targets=[_ARTICLE],
+            profiles=_PROFILES,
+            first=first,
+            num_candidates=num_candidates,
+            crosses=_CROSSES,
+        )
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
 
