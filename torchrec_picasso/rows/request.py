@@ -90,7 +90,6 @@ class RowRequest:
 
     header: Header
     """The information of all ranks; available after :meth:`send_row_numbers`."""
-    _ids: PackedAllToAll
 
     def __init__(
         self,
@@ -119,10 +118,10 @@ class RowRequest:
         if self._weights_N is not None:
             bad_weights = torch.isfinite(self._weights_N).logical_not().sum()
         # The features of a route follow those of the route before it.
-        features_of = [features]
+        by_route = [features]
         if len(group.routes) > 1:
-            features_of = features.split([sum(route.plan.features_M) for route in group.routes])
-        pairs = zip(group.routes, features_of)
+            by_route = features.split([sum(route.plan.features_M) for route in group.routes])
+        pairs = zip(group.routes, by_route)
         self.by_route = [route.read(own, self._sizes_K, prepared) for route, own in pairs]
         self.words = HeaderWords(
             routes=[request.words for request in self.by_route],

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 import torch
@@ -128,49 +127,45 @@ class _Request(RouteRequest):
     """The unique rows in request order."""
     micro_batch_N: Tensor | None
     """Micro-batch of each lookup in bag order, int64; ``None`` = there is one."""
-    _packs: Sequence[_PackRequest] = field(init=False)
+    _packs: list[_PackRequest] = field(init=False)
     _lookups_MKJ: Sequence[Sequence[Sequence[int]]] = field(init=False)
     _most_lookups: int = field(init=False)
     """Of a row, 0 on the CPU."""
 
     def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
-        (counts_WX, bits_WX), (counts_n, lookups_n, *most) = words
-        self._most_lookups = int(most[0][0]) if most else 0
+        # In the order of RowRoute.read: words of each rank, then this rank's own numbers.
+        (counts_WX, bits_WX), (counts_n, lookups_n, *most_lookups) = words
+        self._lookups_MKJ = self.cut.by_micro_batch(lookups_n.tolist())
+        self._most_lookups = int(most_lookups[0][0]) if most_lookups else 0
         route, located = self.route, self.located
         own_PQ = counts_n.reshape(located.counts_PQ.shape)
         num_packs, world_size = len(own_PQ), len(counts_WX)
         wanted_PKW = own_PQ[:, 1:].reshape(num_packs, -1, world_size)
         # From (W, P K) by sender to (P, K, W).
         served_PKW = counts_WX.T.reshape(wanted_PKW.shape)
-        self._lookups_MKJ = self.cut.by_micro_batch(lookups_n.tolist())
+        touched_P = route.hot.touched(bits_WX)
         # storage_row_U is ordered by pack, hot rows first: split it into [hot, cold] of each pack.
         nums = [num for hot, *cold_KW in own_PQ.tolist() for num in (hot, sum(cold_KW))]
-        slots_P, cold_P = [route.hot.ids_H] * num_packs, located.storage_row_U.to(dtype).split(nums)
+        wanted_P = located.storage_row_U.to(dtype).split(nums)[1::2]
+        slots_P: Sequence[Tensor] = [route.hot.ids_H] * num_packs  # empty without hot rows
         if route.hot.num_rows:
-            slots_P = list(located.storage_row_U.split(nums)[::2])
-        # Slots count from 0 in each pack, because a storage keeps the replicas of one pack.
-        self._packs = [
-            _PackRequest(
+            slots_P = located.storage_row_U.split(nums)[::2]
+        self._packs, payloads = [], list[Payload]()
+        for p, storage in enumerate(route.storages):
+            # Slots count from 0 in each pack, because a storage keeps the replicas of one pack.
+            first_slot = route.hot.start_P1[p]
+            pack = _PackRequest(
                 storage=storage,
-                hot_slots=slots_h - start if start else slots_h,
-                touched_t=touched_t,
-                wanted_n=wanted_n,
-                served_n=wanted_n.new_empty(int(served_KW.sum())),
-                wanted=ExchangeSplits(wanted_KW.tolist()),
-                served=ExchangeSplits(served_KW.tolist()),
+                hot_slots=slots_P[p] - first_slot if first_slot else slots_P[p],
+                touched_t=touched_P[p],
+                wanted_n=wanted_P[p],
+                served_n=wanted_P[p].new_empty(int(served_PKW[p].sum())),
+                wanted=ExchangeSplits(wanted_PKW[p].tolist()),
+                served=ExchangeSplits(served_PKW[p].tolist()),
             )
-            for storage, slots_h, start, touched_t, wanted_n, wanted_KW, served_KW in zip(
-                route.storages,
-                slots_P,
-                route.hot.start_P1,
-                route.hot.touched(bits_WX),
-                cold_P[1::2],
-                wanted_PKW,
-                served_PKW,
-            )
-        ]
-        by_pack = [_by_chunk(p.wanted_n, p.wanted, p.served_n, p.served) for p in self._packs]
-        return list(chain.from_iterable(by_pack))
+            self._packs.append(pack)
+            payloads += _by_chunk(pack.wanted_n, pack.wanted, pack.served_n, pack.served)
+        return payloads
 
     def dirty_mask_payloads(self, before: _Request) -> list[Payload]:
         payloads: list[Payload] = []
@@ -184,26 +179,31 @@ class _Request(RouteRequest):
         return payloads
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
-        plan, sides = self.route.plan, [side for pack in self._packs for side in pack.sides]
-        counts, dirty = zip(*((rows.counts_EW, dirty_n) for rows, dirty_n in sides))
-        orders = iter(find_fetch_orders(counts, dirty))
-        homes = [pack.storage.hot_homes for pack in self._packs]
-        touched = iter(HotHomes.touched(homes, [pack.touched_t for pack in self._packs]))
-        packs: list[PackLayout] = []
+        plan, packs = self.route.plan, self._packs
+        # One sort finds the fetch orders of all packs' wanted rows, and of all served ones.
+        counts = [each.wanted.counts_EW for each in packs]
+        counts += [each.served.counts_EW for each in packs]
+        dirty = [each.dirty_wanted_n for each in packs]
+        dirty += [each.dirty_served_n for each in packs]
+        orders = find_fetch_orders(counts, dirty)
+        wanted_P, served_P = orders[: len(packs)], orders[len(packs) :]
+        homes_P = [each.storage.hot_homes for each in packs]
+        touched_P = HotHomes.find_own(homes_P, [each.touched_t for each in packs])
+        layouts: list[PackLayout] = []
         num_rows_M: list[int] = []
-        for matrix, own in enumerate(plan.matrices, first_matrix):
+        for matrix, own in enumerate(plan.matrices):
             start = 0  # packs of one matrix follow each other
-            for pack in self._packs[own]:
-                given = next(touched), next(orders), next(orders)
-                packs.append(pack.lay_out(matrix, start, *given))
-                start += packs[-1].num_rows
+            for p in range(own.start, own.stop):
+                given = touched_P[p], wanted_P[p], served_P[p]
+                layouts.append(packs[p].lay_out(first_matrix + matrix, start, *given))
+                start += layouts[-1].num_rows
             num_rows_M.append(start)
         # Lookups are summed over a micro-batch's segments: cut_pooling sees whole micro-batches.
         index_KM = cut_pooling(
             self.read.bags,
             self.read.rows,
             self.located,
-            fetch_positions(self.located, [(p.hot_slots, p.wanted_by_fetch) for p in packs]),
+            fetch_positions(self.located, [(p.hot_slots, p.wanted_by_fetch) for p in layouts]),
             self.cut,
             micro_batch_N=self.micro_batch_N,
             lookups_MK=[[sum(lookups_J) for lookups_J in row] for row in self._lookups_MKJ],
@@ -217,7 +217,7 @@ class _Request(RouteRequest):
             ]
             for k, (index_M, size) in enumerate(zip(index_KM, self.sizes_K))
         ]
-        return packs, pooling_KM
+        return layouts, pooling_KM
 
 
 @dataclass(kw_only=True)
@@ -237,11 +237,6 @@ class _PackRequest:
     dirty_wanted_n: Tensor | None = None
     """Whether wanted rows are dirty, uint8; ``None`` = all are."""
     dirty_served_n: Tensor | None = None
-
-    @property
-    def sides(self) -> list[tuple[ExchangeSplits, Tensor | None]]:
-        """Wanted and served rows, and whether they are dirty."""
-        return [(self.wanted, self.dirty_wanted_n), (self.served, self.dirty_served_n)]
 
     def lay_out(
         self,

@@ -97,15 +97,15 @@ class BatchQueue:
 
     def begin(self, fetched: Fetched) -> None:
         """Puts the first batch in flight and fetches its rows. Collective."""
-        self._inflights.append(self._prepared(fetched))
+        self._inflights.append(self._new_inflight(fetched))
         try:
             self._fetch_rows()
         except BaseException:  # no step has begun: the next call fetches another batch
             self.clear()
             raise
 
-    def prepare_again(self) -> None:
-        """Prepares all batches again, by the current hot set and setting. Collective."""
+    def request_again(self) -> None:
+        """Requests rows of all batches again, by the current hot set and setting. Collective."""
         before = list(self._inflights)
         self._inflights.clear()
         self._led.clear()
@@ -113,8 +113,8 @@ class BatchQueue:
             for inflight in before:
                 context = self._feed.create_context()
                 context.postproc_fwd_results = inflight.context.postproc_fwd_results
-                known = inflight.has_data, inflight.refusal, inflight.prepared
-                again = self._prepared(Fetched(inflight.batch, context, *known))
+                read = inflight.has_data, inflight.refusal, inflight.prepared
+                again = self._new_inflight(Fetched(inflight.batch, context, *read))
                 again.full_outputs = inflight.full_outputs
                 self._add(again)
                 if again is self.first:
@@ -137,7 +137,7 @@ class BatchQueue:
             fetched = self._feed.following(self._pg, batches, self._inflights[-1].batch)
             if fetched is None:
                 return
-            self._add(self._prepared(fetched))
+            self._add(self._new_inflight(fetched))
 
     def run_step(self) -> None:
         """Runs the operations of a step. Collective.
@@ -145,8 +145,8 @@ class BatchQueue:
         Raises CompatError on all ranks, if a batch of any rank cannot be trained; and see
         :meth:`.MicroBatchPolicy.decide`.
         """
-        inflight, settings = self.first, [inflight.setting for inflight in self._inflights]
-        is_training = self._model.training
+        inflight, is_training = self.first, self._model.training
+        settings = [each.setting for each in self._inflights]
         if is_training:
             schedule = self.schedule(*settings)
         else:
@@ -268,8 +268,8 @@ class BatchQueue:
         self._num_changes = self._pipelined.num_changes
         self._run(first_batch_schedule(self.first.setting, num_waves=self._num_waves))
 
-    def _prepared(self, fetched: Fetched) -> InFlightBatch:
-        """Prepares a batch by the current setting. A batch that cannot be trained is refused on all
+    def _new_inflight(self, fetched: Fetched) -> InFlightBatch:
+        """Splits a batch by the current setting. A batch that cannot be trained is refused on all
         ranks before the step; until then the batch before stands in for it."""
         setting = self._policy.current
         if not self._model.training:  # evaluation is never split
@@ -278,9 +278,10 @@ class BatchQueue:
             return self._split(fetched, setting)
         except CompatError as refusal:
             if not self._inflights:  # all ranks agree before an operation needs the batch
-                whole: dict[str, Any] = {"sizes_K": [0], "micro_batches_K": [fetched.batch]}
                 refused = vars(replace(fetched, refusal=refusal))
-                return InFlightBatch(**refused, setting=setting, **whole)
+                return InFlightBatch(
+                    **refused, setting=setting, sizes_K=[0], micro_batches_K=[fetched.batch]
+                )
             before = self._inflights[-1].batch
             stand_in = Fetched(before, self._feed.create_context(), refusal=refusal)
             return self._split(stand_in, setting)

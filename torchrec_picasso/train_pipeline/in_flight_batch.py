@@ -38,6 +38,7 @@ class ModelRun:
     """A forward and a backward of the model, of a micro-batch or of the whole batch."""
 
     number: int
+    """Position among the runs of the batch."""
     forward_at: int
     """Micro-batch at whose forward in the schedule it runs forward."""
     backward_at: int
@@ -183,7 +184,7 @@ class InFlightBatch(Fetched):
             for number, name in enumerate(group_batch.group.modules):
                 self._weights_of(group_batch, name, number)  # once, with their graph
                 with torch.no_grad():
-                    acquired = self.acquire(self.filled, group_batch, name, number, False)
+                    acquired = self.acquire(self.filled, group_batch, name, number, trains=False)
                     whole = group_batch.group.output(name, acquired).wait()
                 outputs[name] = FullBatchOutput(whole, name, always_leaves=True)
         return outputs

@@ -157,7 +157,7 @@ class Operations:
         for each in inflight.groups:
             # The model calls the module later; the call waits for the rows of its micro-batch.
             for number, (name, module) in enumerate(each.group.modules.items()):
-                acquired = inflight.acquire(run.micro_batches, each, name, number, True)
+                acquired = inflight.acquire(run.micro_batches, each, name, number, trains=True)
                 module.forward.set_compute(partial(each.group.output, name, acquired))
         inflight.compute_full_outputs(self.pipelined.plain)
         sizes = [each.num_samples for each in runs]

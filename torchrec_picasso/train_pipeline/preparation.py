@@ -1,6 +1,6 @@
 """Reads the ids of batches in a data loader, as far as the plan alone decides.
 
-Checks, packing and the sort of a batch's ids need no other rank, no row and no hot set, so the
+Checks, linear ids and the sort of a batch need no other rank, no row and no hot set, so the
 workers of a ``DataLoader`` may do them, in processes of their own. The step then has the same
 tensors that it would have computed.
 """
