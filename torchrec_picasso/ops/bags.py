@@ -109,7 +109,8 @@ def reorder_bags(
     position of each lookup, as per-sample weights require; it is reordered as well.
     """
     if order_S is not None:
-        permute, num_lookups = torch.ops.fbgemm.permute_1D_sparse_data, ids_N.numel()
+        permute = torch.ops.fbgemm.permute_1D_sparse_data
+        num_lookups = ids_N.numel()
         if source_N is not None:
             _, source_N, _ = permute(order_S, lengths_S, source_N, None, num_lookups)
         # The lookups of a bag move as one: bag s of the result is bag order_S[s] of the input.
@@ -168,8 +169,7 @@ class BatchCut:
     @property
     def micro_batch_by_segment(self) -> list[int]:
         """Micro-batch of each segment."""
-        by_matrix = [enumerate(segments_K) for segments_K in self.segments_MK]
-        return [k for by_micro_batch in by_matrix for k, bags_J in by_micro_batch for _ in bags_J]
+        return [k for row in self.segments_MK for k, bags_J in enumerate(row) for _ in bags_J]
 
     def by_micro_batch(self, numbers_J: Sequence[int]) -> list[list[list[int]]]:
         """Groups one number per segment, in their order, by matrix and micro-batch."""
@@ -286,13 +286,14 @@ class _WholePooling:
         Numbers in the tensors count from the start of the batch; :func:`_shifted` makes them count
         from the start of the matrix (rows) or of the micro-batch (lookups, bags).
         """
-        num_micro_batches, num_matrices = self.cut.num_micro_batches, len(self.row_edges) - 1
-        place, first_row = matrix * num_micro_batches + k, self.row_edges[matrix]
+        place = matrix * self.cut.num_micro_batches + k
         bags, lookups = (slice(*edges[place : place + 2]) for edges in self.by_matrix)
-        place = k * num_matrices + matrix
+        place = k * (len(self.row_edges) - 1) + matrix
         by_row, groups = (slice(*edges[place : place + 2]) for edges in self.by_micro_batch)
+        first_row = self.row_edges[matrix]
+        is_sequence = self.cut.is_sequence_M[matrix]
         grouped, source_N = self.grouped, self.bags.source_N
-        is_sequence, position_G = self.cut.is_sequence_M[matrix], grouped.gradient_position_G
+        position_G = grouped.gradient_position_G
         starts = {
             "row_of_lookup_N": first_row,
             "bag_offsets_S1": lookups.start,

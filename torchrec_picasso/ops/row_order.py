@@ -89,7 +89,8 @@ def sort_with_tags(keys_N: Tensor, tags_N: Tensor | None = None) -> tuple[Tensor
     fit into these and torch's sort is not faster.
     """
     torch_is_faster = keys_N.numel() >= _LEAST_RADIX and not is_intel()
-    fits, tag_bits = keys_N.device.type == "cpu" and not torch_is_faster, 0
+    fits = keys_N.device.type == "cpu" and not torch_is_faster
+    tag_bits = 0
     if fits and keys_N.numel():
         # Tags ascend, so the last tag is the largest and determines the number of tag bits.
         last = keys_N.numel() - 1 if tags_N is None else int(tags_N[-1])

@@ -27,7 +27,7 @@ class BatchGradients:
 
     def __init__(self, group: RowGroup, layout: RowLayout) -> None:
         self._group = group
-        self._layout = layout
+        self.layout = layout
         self._sums: Matrices | None = None
         self._sums_M: list[Tensor | None] = [None] * len(layout.num_rows_M)
         # One matrix per pack, shape (m, D): gradients of home rows, then sums for touched replicas.
@@ -41,15 +41,15 @@ class BatchGradients:
         """Adds the gradients of a micro-batch's rows, ``(n, D_m)`` by matrix of the module. With
         one micro-batch they are the sums."""
         matrices = self._group.plan.modules[module]
-        if len(self._layout.sizes_K) == 1:  # gradients are in request order
+        if len(self.layout.sizes_K) == 1:  # gradients are in request order
             for matrix, grads in zip(matrices, grads_M):
                 self._sums_M[matrix] = grads
             return
         if self._sums is None:
-            self._sums = Matrices(self._group.buffers_M, self._layout.num_rows_M)
+            self._sums = Matrices(self._group.buffers_M, self.layout.num_rows_M)
             self._sums_M = [sums.zero_() for sums in self._sums.tensors]
         for matrix, grads in zip(matrices, grads_M):
-            sums, pooling = self._sums_M[matrix], self._layout.pooling_KM[micro_batch][matrix]
+            sums, pooling = self._sums_M[matrix], self.layout.pooling_KM[micro_batch][matrix]
             assert sums is not None, "a batch's backward runs before its update"
             pooling.add_gradients(sums, grads)
 
@@ -70,7 +70,7 @@ class BatchGradients:
             )
             for pack, grads_mD in zip(packs, grads_P)
         ]
-        ranks, most_asked = self._group.ranks, self._layout.most_asked
+        ranks, most_asked = self._group.ranks, self.layout.most_asked
         self._pend(wave, PackedAllToAll(ranks, payloads, most_asked, ranks.gradient_codec))
 
     def reduce_hot(self, wave: int | None = None) -> None:
@@ -96,14 +96,14 @@ class BatchGradients:
     def _in_wave(self, wave: int | None) -> tuple[list[PackLayout], list[Tensor]]:
         """Returns the packs of a wave, and the gradients that arrive for their rows."""
         wanted = self._group.plan.packs_of(wave)
-        return [self._layout.packs[p] for p in wanted], [self._arrived_P.tensors[p] for p in wanted]
+        return [self.layout.packs[p] for p in wanted], [self._arrived_P.tensors[p] for p in wanted]
 
     def _sums_of(self, pack: PackLayout) -> Tensor:
         """Returns the sums of the pack's matrix; zeros if no micro-batch ran backward."""
         matrix, group = pack.matrix, self._group
         sums = self._sums_M[matrix]
         if sums is None:
-            shape = self._layout.num_rows_M[matrix], group.plan.dim_M[matrix]
+            shape = self.layout.num_rows_M[matrix], group.plan.dim_M[matrix]
             sums = torch.zeros(shape, dtype=torch.float32, device=group.device)
             self._sums_M[matrix] = sums
         return sums
@@ -118,7 +118,7 @@ class BatchGradients:
         for pending in self._pending_P[p]:
             pending.wait()
         self._pending_P[p] = []
-        pack = self._layout.packs[p]
+        pack = self.layout.packs[p]
         return pack.requests, pack.touched, self._arrived_P.tensors[p]
 
     def end(self, p: int) -> bool:
@@ -147,7 +147,8 @@ def update_rows(
     divisor = group.ranks.gradient_divisor
     are_updated = False
     for p in group.plan.packs_of(wave):
-        storage, packs = group.storages[p], [batch._layout.packs[p] for batch in gradients]
+        storage = group.storages[p]
+        packs = [batch.layout.packs[p] for batch in gradients]
         arrived = [batch.arrived(p) for batch in gradients]
         if group.plan.module_M[packs[0].matrix] not in untrained:
             requests, touched, grads = arrived[0] if len(arrived) == 1 else _joined(arrived)

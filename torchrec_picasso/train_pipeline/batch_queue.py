@@ -62,8 +62,8 @@ class BatchQueue:
         self._id_stream = id_stream
         self._inflights: deque[InFlightBatch] = deque()
         self._operations: Operations  # from work_with() on
-        # of the plan; not known before the first step
-        self._num_waves, self._forwards_first = 1, True
+        self._num_waves = 1  # of the plan, as the next one: not known before the first step
+        self._forwards_first = True
         self._op: Op | str = ""
         self._led: set[Op] = set()  # operations that ran ahead of a step that has not begun
         self._num_changes = 0  # of the tables, when this pipeline last fetched rows
@@ -85,7 +85,8 @@ class BatchQueue:
 
     def work_with(self, operations: Operations) -> None:
         """Sets what runs the operations of schedules, and the model that they run."""
-        self._operations, pipelined = operations, operations.pipelined
+        self._operations = operations
+        pipelined = operations.pipelined
         self._feed.asks_ahead = has_stock_means(pipelined.plain.values()) or not pipelined.groups
         self._num_waves = pipelined.num_waves
         # a ratio needs the sums over all micro-batches before the first backward, as rows do

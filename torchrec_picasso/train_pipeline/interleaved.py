@@ -232,10 +232,11 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             PeerError: If another rank failed, with its message, or does not answer.
             PicassoError: If the step before did not end; see :meth:`reset`.
         """
-        is_training, step = self._model.training, self._batch_count
-        peers, place = self._queue.peers, lambda: f"step {step}, {self._queue.doing}"
+        is_training = self._model.training
+        step, queue = self._batch_count, self._queue
+        naming_ranks = queue.peers.propagate_errors(lambda: f"step {step}, {queue.doing}")
         try:
-            with peers.propagate_errors(place), self._watch.measuring(), explained_tracing():
+            with naming_ranks, self._watch.measuring(), explained_tracing():
                 if self._stock is not None:
                     output: Out = super().progress(self._stock.batches(dataloader_iter, self))
                     num_samples = self._stock.end_step(self)
@@ -375,7 +376,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         found.join_splits()
         self._hot_sets.take(found.groups)
         self._queue.work_with(Operations(program, found, self._id_stream))
-        self._pipelined, self._regroups = found, replace_regroups(found.inner, self._device)
+        self._pipelined = found
+        self._regroups = replace_regroups(found.inner, self._device)
         self._lifecycle.change_to(State.ATTACHED)
 
     def _program(self) -> Program:
