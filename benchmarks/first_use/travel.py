@@ -105,7 +105,7 @@ class Tables:
                 sent_WX = request.words.to_send(self._world_size)
                 header_bytes += _num_bytes(sent_WX) - _num_bytes(sent_WX[rank])
                 touched_H |= route.located.is_used_H
-        id_bytes = self._group.routes[0].space.home_row_dtype.itemsize
+        id_bytes = self._group.row_dtype.itemsize
         row_bytes = _FLOAT_BYTES * self._dim
         hot_rows = int(touched_H.sum())
         summed_bytes = 2 * (self._world_size - 1) * hot_rows * row_bytes  # by a ring

@@ -9,7 +9,6 @@ Source: PICASSO (arXiv 2204.04903), SegmentReduction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +50,6 @@ class PoolingIndex:
     """KeyedJaggedTensor position of each lookup, int64; ``None`` without weights."""
     most_lookups: int = 0
     """A bound of the lookups of a row, on an accelerator only."""
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held, for stream bookkeeping."""
-        yield from (value for value in vars(self).values() if isinstance(value, Tensor))
 
     @property
     def num_lookups(self) -> int:

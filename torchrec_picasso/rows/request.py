@@ -14,7 +14,7 @@ of the routes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -53,22 +53,6 @@ class RowLayout:
     pooling_KM: Sequence[Sequence[Pooling]]
     weights_N: Tensor | None
     """Per-sample weights of the input batch, in KeyedJaggedTensor order."""
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held, for stream bookkeeping."""
-        for features in self.features_by_module:
-            yield from (features.values(), features.lengths())
-            optional = (features.weights_or_none(), features.offsets_or_none())
-            yield from (tensor for tensor in optional if tensor is not None)
-        for pack in self.packs:
-            yield pack.hot_slots
-            yield from pack.touched
-            yield from pack.requests.tensors()
-        for pooling_M in self.pooling_KM:
-            for pooling in pooling_M:
-                yield from pooling.tensors()
-        if self.weights_N is not None:
-            yield self.weights_N
 
 
 class RowRequest:

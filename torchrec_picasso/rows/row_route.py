@@ -327,9 +327,6 @@ class _RowPooling(Pooling):
         # A row that several micro-batches use is summed here, at its position in request order.
         sums_RD.index_add_(0, self.index.gradient_position_U, grads_nD)
 
-    def tensors(self) -> Iterator[Tensor]:
-        yield from self.index.tensors()
-
 
 def _by_chunk(
     sent: Tensor, sent_by: ExchangeSplits, received: Tensor, received_by: ExchangeSplits

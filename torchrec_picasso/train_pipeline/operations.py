@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torchrec_picasso._torchrec import TrainPipelineContext
 from torchrec_picasso.batches.feed import IdStream
 from torchrec_picasso.exchange.waiting import note_all_reduce
+from torchrec_picasso.ops.streams import tensors_in
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.schedule.kinds import KINDS
@@ -94,8 +94,9 @@ class Operations:
                 getattr(self, f"_{op.kind}")(inflight, **given)
         # the layout is the last result of the ids' stream that other streams read
         if op.kind == "lay_out":
-            tensors = chain.from_iterable(each.rows.layout.tensors() for each in inflight.groups)
-            self._id_stream.hand_over([inflight.batch, *inflight.micro_batches_K], tensors)
+            layouts = [each.rows.layout for each in inflight.groups]
+            batches = [inflight.batch, *inflight.micro_batches_K]
+            self._id_stream.hand_over(batches, tensors_in(layouts))
 
     def _send_header(self, inflight: InFlightBatch) -> None:
         """Starts the header exchanges, and the input dists of plain modules."""
