@@ -65,6 +65,7 @@ class HeaderWords:
         elif self.bad_lengths:
             state_word += _BAD_LENGTHS
         own_words = torch.stack([self.outside_ids, self.bad_weights, state_word]).to(torch.int64)
+        # From (3,) to (W, 3), the same for all ranks, beside the routes' (W, X_i).
         return torch.cat([own_words.expand(world_size, -1), *self.sent()], dim=1).contiguous()
 
     def sent(self) -> list[Tensor]:

@@ -142,7 +142,7 @@ class RowRequest:
         return True
 
     def receive_row_numbers(self) -> None:
-        """Waits for the ids: after it the home ranks know the requested rows."""
+        """Waits for the row numbers: after it the home ranks know the requested rows."""
         self._row_numbers.wait()
 
     def send_dirty_mask(self, before: RowRequest) -> None:

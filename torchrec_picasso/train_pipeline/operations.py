@@ -99,7 +99,8 @@ class Operations:
             self._id_stream.hand_over(batches, tensors_in(layouts))
 
     def _send_header(self, inflight: InFlightBatch) -> None:
-        """Starts the header exchanges, and the input dists of plain modules."""
+        """Starts a :class:`.RowRequest` of each module group, and the input dists of plain modules;
+        a request begins with its header."""
         for group in self.pipelined.groups:
             features_of, prepared = inflight.features_of, inflight.prepared
             request = group.request(features_of, inflight.sizes_K, inflight.has_data, prepared)
@@ -110,7 +111,7 @@ class Operations:
             self.pipelined.start_plain(inflight)
 
     def _send_row_numbers(self, inflight: InFlightBatch) -> None:
-        """Waits for the headers and sends ids; learns whether the data of all ranks has ended."""
+        """Waits for the headers and sends row numbers; learns whether all ranks' data has ended."""
         go_on = [each.request.send_row_numbers() for each in inflight.groups]
         if self.pipelined.plain:
             self.program.wait_plain(inflight.context)
@@ -120,7 +121,7 @@ class Operations:
             for request in inflight.context.input_dist_tensors_requests.values():
                 request.wait()
 
-    # waits for the ids; then home ranks know the requested rows
+    # waits for the row numbers; then home ranks know the requested rows
     _receive_row_numbers = _for_each_group(lambda each: each.request.receive_row_numbers)
     # starts to fetch the rows that the batch before does not update
     _fetch_clean = _for_each_group(lambda each: each.rows.fetch_clean)
@@ -156,7 +157,8 @@ class Operations:
         if run is None:
             return
         for each in inflight.groups:
-            # The model calls the module later; the call waits for the rows of its micro-batch.
+            # The model calls the module later; the call waits for the rows of its micro-batch
+            # (InterleavedForward in rewrite.py, then sharding/output_dist.py).
             for number, (name, module) in enumerate(each.group.modules.items()):
                 acquired = inflight.acquire(run.micro_batches, each, name, number, trains=True)
                 module.forward.set_compute(partial(each.group.output, name, acquired))
