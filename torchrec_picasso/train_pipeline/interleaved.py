@@ -165,8 +165,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._stock = StockSteps.find(model, self._options, self._device, self._execute_all_batches)
         asked = self._options.num_micro_batches if self._stock is None else 1
         self._policy = MicroBatchPolicy(asked, self._options.lookahead, self._device)
-        parts = self._feed, self._options, self._policy, self._lifecycle, self._id_stream
-        self._queue = BatchQueue(model, *parts)
+        self._queue = BatchQueue(
+            model, self._feed, self._options, self._policy, self._lifecycle, self._id_stream
+        )
         self._pipelined: PipelinedModel | None = None
         if self._stock is not None:
             self._model_fwd = self._stock.forward
@@ -266,7 +267,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         fetched = None
         if not queue:
             fetched = self._feed.first(process_group_of(self._model), dataloader_iter)
-        if self._lifecycle.state is State.NEW:
+        if self._lifecycle.state is State.NEW:  # a model is examined by its first batch
             first = fetched or queue.first
             self._take_over(first.batch, first.context)
         if fetched is not None:
