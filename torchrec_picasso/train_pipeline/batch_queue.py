@@ -114,8 +114,8 @@ class BatchQueue:
             for inflight in before:
                 context = self._feed.create_context()
                 context.postproc_fwd_results = inflight.context.postproc_fwd_results
-                read = inflight.has_data, inflight.refusal, inflight.prepared
-                again = self._new_inflight(Fetched(inflight.batch, context, *read))
+                facts = inflight.has_data, inflight.refusal, inflight.prepared
+                again = self._new_inflight(Fetched(inflight.batch, context, *facts))
                 again.full_outputs = inflight.full_outputs
                 self._add(again)
                 if again is self.first:
@@ -124,9 +124,9 @@ class BatchQueue:
     def read_batches(self, batches: Iterator[Any]) -> None:
         """Fetches batches until a step has all that it works on, or data has ended. Collective.
 
-        As in TorchRec's pipeline, gradients are cleared before the last of them is read: that
-        passes learning rates to FBGEMM, and may change the model. All ranks raise StopIteration,
-        and the step does not begin, if not all have a batch and all must.
+        As in TorchRec's pipeline, gradients are cleared before the last one is read: ``zero_grad``
+        passes learning rates to FBGEMM, and a user's own may change the model. All ranks raise
+        StopIteration, and the step does not begin, if not all have a batch and all must.
         """
         self._fetch_up_to(NUM_BATCHES - 1, batches)
         if self._model.training:
