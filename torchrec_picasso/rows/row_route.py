@@ -128,13 +128,15 @@ class _Request(RouteRequest):
     micro_batch_N: Tensor | None
     """Micro-batch of each lookup in bag order, int64; ``None`` = there is one."""
     _packs: list[_PackRequest] = field(init=False)
+    _hot_bits_WX: np.ndarray = field(init=False)
+    """A bit per hot slot that the rank's batch uses."""
     _lookups_MKJ: Sequence[Sequence[Sequence[int]]] = field(init=False)
     _most_lookups: int = field(init=False)
     """Of a row, 0 on the CPU."""
 
     def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         # In the order of RowRoute.read: words of each rank, then this rank's own numbers.
-        (counts_WX, bits_WX), (counts_n, lookups_n, *most_lookups) = words
+        (counts_WX, self._hot_bits_WX), (counts_n, lookups_n, *most_lookups) = words
         self._lookups_MKJ = self.cut.by_micro_batch(lookups_n.tolist())
         self._most_lookups = int(most_lookups[0][0]) if most_lookups else 0
         route, located = self.route, self.located
@@ -143,7 +145,6 @@ class _Request(RouteRequest):
         wanted_PKW = own_PQ[:, 1:].reshape(num_packs, -1, world_size)
         # From (W, P K) by sender to (P, K, W).
         served_PKW = counts_WX.T.reshape(wanted_PKW.shape)
-        touched_P = route.hot.touched(bits_WX)
         # storage_row_U is ordered by pack, hot rows first: split it into [hot, cold] of each pack.
         nums = [num for hot, *cold_KW in own_PQ.tolist() for num in (hot, sum(cold_KW))]
         wanted_P = located.storage_row_U.to(dtype).split(nums)[1::2]
@@ -157,7 +158,6 @@ class _Request(RouteRequest):
             pack = _PackRequest(
                 storage=storage,
                 hot_slots=slots_P[p] - first_slot if first_slot else slots_P[p],
-                touched_t=touched_P[p],
                 wanted_n=wanted_P[p],
                 served_n=wanted_P[p].new_empty(int(served_PKW[p].sum())),
                 wanted=ExchangeSplits(wanted_PKW[p].tolist()),
@@ -188,7 +188,7 @@ class _Request(RouteRequest):
         orders = find_fetch_orders(counts, dirty)
         wanted_P, served_P = orders[: len(packs)], orders[len(packs) :]
         homes_P = [each.storage.hot_homes for each in packs]
-        touched_P = HotHomes.find_own(homes_P, [each.touched_t for each in packs])
+        touched_P = HotHomes.find_own(homes_P, self.route.hot.touched(self._hot_bits_WX))
         layouts: list[PackLayout] = []
         num_rows_M: list[int] = []
         for matrix, own in enumerate(plan.matrices):
@@ -226,8 +226,6 @@ class _PackRequest:
 
     storage: RowStorage
     hot_slots: Tensor
-    touched_t: np.ndarray
-    """Hot slots that any rank's batch uses."""
     wanted_n: Tensor
     """Home rows that this rank requests, in the wire's integer type."""
     served_n: Tensor

@@ -155,7 +155,13 @@ class BatchQueue:
         self._policy.start_step()
         agreement = self._ask()
         with self._lifecycle.in_step():
-            self._lead(schedule)
+            # The operations at the head of the schedule are of later batches, need no answer of
+            # other ranks and change nothing of this batch or the model, so they run while the
+            # answer and the rows of this batch travel.
+            ahead = takewhile(lambda op: KINDS[op.kind].leads, schedule)
+            missing = [op for op in ahead if op not in self._led]
+            self._run(missing)
+            self._led.update(missing)
             flags = self._agreed(agreement)
             if flags.homes_written:
                 for each in inflight.groups:
@@ -231,17 +237,6 @@ class BatchQueue:
                 own = next((f"rank {self._pg.rank()}: {each}" for each in refusals if each), None)
                 raise CompatError(agree_on(self._pg, device, own))
         return flags
-
-    def _lead(self, schedule: Iterable[Op]) -> None:
-        """Runs the operations at the head of a schedule, up to one that does not lead. Collective.
-
-        They are of later batches, need no answer of other ranks and change nothing of this batch or
-        the model, so they run while the answer to :meth:`_ask` and the rows of this batch travel.
-        """
-        ahead = takewhile(lambda op: KINDS[op.kind].leads, schedule)
-        missing = [op for op in ahead if op not in self._led]
-        self._run(missing)
-        self._led.update(missing)
 
     def _run(self, schedule: Iterable[Op]) -> None:
         """Runs the operations of a schedule on those of its batches that exist. Collective."""
