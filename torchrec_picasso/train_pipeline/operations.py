@@ -170,7 +170,7 @@ class Operations:
         is_one = inflight.is_one_backward
         reducing = nullcontext() if is_one else without_reduction(self.program.model)
         part_of = itemgetter(run.number)
-        with reducing, self.pipelined.postprocs.for_part(inflight.context, sizes, part_of):
+        with reducing, self.pipelined.postprocs_for_part(inflight.context, sizes, part_of):
             losses, output = self.program.forward(run.batch)
         inflight.outputs_K[index] = output
         if self.program.model.training:  # in evaluation losses may have any form

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -19,9 +20,10 @@ from torchrec_picasso._torchrec import (
     override_input_dist_forwards,
     rewrite_model,
     start_data_dist,
+    use_context_for_postprocs,
 )
 from torchrec_picasso.batches.feed import IdStream
-from torchrec_picasso.batches.split import SPLIT_ADVICE, count_samples
+from torchrec_picasso.batches.split import SPLIT_ADVICE, count_samples, split_output
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.proof.dense_part import without_a_trace
@@ -37,7 +39,7 @@ from torchrec_picasso.train_pipeline.model_parts import (
 )
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup, group_modules
 from torchrec_picasso.train_pipeline.preparation import Preparation
-from torchrec_picasso.train_pipeline.rewrite import InterleavedForward, Postprocs, explained_tracing
+from torchrec_picasso.train_pipeline.rewrite import InterleavedForward, explained_tracing
 
 _VBE_BATCH = (
     "its KeyedJaggedTensor has a batch size per feature (variable batch), or another one than the "
@@ -100,7 +102,6 @@ class PipelinedModel:
         for name, module in self._named:
             self._take(name, module)
         self._unpipelined = unpipelined_modules(self.inner, self.pipelined, changed)
-        self.postprocs = Postprocs(self.postproc_modules)
         self._id_stream = id_stream
         self.first_batch = FirstBatchFacts()
         """Facts about the first batch; set by :meth:`examine_first_batch`."""
@@ -174,7 +175,7 @@ class PipelinedModel:
         """Finds the modules' features, the number of samples (1 if unknown), and VBE modules, whose
         features have another number of samples, or a batch size each."""
         features_of = {}
-        with self.postprocs.for_batch(context):
+        with use_context_for_postprocs(self.postproc_modules, context):
             for name, module in self.interleaved.items():
                 args, kwargs = module.forward.args.build_args_kwargs(batch)
                 features_of[name] = maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
@@ -255,9 +256,25 @@ class PipelinedModel:
 
     def start_plain(self, inflight: InFlightBatch) -> None:
         """Starts the input dists of the plain modules, on the ids' stream. Collective."""
-        with self.postprocs.for_batch(inflight.context):
+        with use_context_for_postprocs(self.postproc_modules, inflight.context):
             start_data_dist(list(self.plain.values()), inflight.batch, inflight.context)
         self.join_splits()
+
+    def postprocs_for_part(
+        self,
+        context: TrainPipelineContext,
+        sizes: Sequence[int],
+        part_of: Callable[[Sequence[Any]], Any],
+    ) -> AbstractContextManager[None]:
+        """In this context, modules that run ahead of the model ("postprocs") return a micro-batch's
+        part of their result for the batch. ``part_of`` makes it from pieces of these sizes."""
+        if self.postproc_modules and len(sizes) > 1:
+            part = TrainPipelineContext(index=context.index, version=context.version)
+            for name, result in context.postproc_fwd_results.items():
+                source = f"{name} is run ahead of the model (pipeline_postproc=True) and gives"
+                part.postproc_fwd_results[name] = part_of(split_output(result, sizes, source))
+            context = part
+        return use_context_for_postprocs(self.postproc_modules, context)
 
     def join_splits(self) -> None:
         """Makes the splits of TorchRec's input dists travel in one message, once these exist."""
