@@ -63,5 +63,4 @@ def _current_stream(device: torch.device) -> torch.Stream | None:
     """Returns the current stream; ``None`` if the device has no streams."""
     if device.type == "cpu":
         return None
-    stream: torch.Stream = torch.get_device_module(device).current_stream()
-    return stream
+    return torch.get_device_module(device).current_stream()

@@ -92,8 +92,7 @@ class LaidOutFeatures(KeyedJaggedTensor):
         values = features.values().detach()
         values._row_layout = layout
         own = {"values": values, "offsets": features.offsets_or_none()}
-        laid_out: LaidOutFeatures = made_like(features, LaidOutFeatures, **own)
-        return laid_out
+        return made_like(features, LaidOutFeatures, **own)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Records ``stream`` on all tensors of the features and their layout."""

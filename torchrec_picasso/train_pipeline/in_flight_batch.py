@@ -160,8 +160,7 @@ class InFlightBatch(Fetched):
             return None
         if name not in self.full_outputs:
             self._keep_full(name, module.weights(group_batch.rows, number))
-        weights: Tensor = self.full_outputs[name].part([self.num_samples], 0)
-        return weights
+        return self.full_outputs[name].part([self.num_samples], 0)
 
     def _keep_full(self, name: str, output: Any) -> None:
         """Keeps a full-batch output; one run of the model needs no split of it."""
