@@ -37,12 +37,7 @@ from torchrec_picasso.ops.bags import incoming_bag_order, reorder_bags
 from torchrec_picasso.ops.id_reader import PreparedIds
 from torchrec_picasso.ops.ids import shift_rows
 from torchrec_picasso.ops.pack_plan import PackPlan
-from torchrec_picasso.ops.row_order import (
-    ExchangeSplits,
-    FetchOrder,
-    all_dirty,
-    dirty_exchange,
-)
+from torchrec_picasso.ops.row_order import ExchangeSplits, FetchOrder, all_dirty, dirty_exchange
 from torchrec_picasso.ops.segment_reduction import mean_scale, mean_weights
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.placement import owner_pooled_waves

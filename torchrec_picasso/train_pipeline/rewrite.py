@@ -36,9 +36,7 @@ from torchrec.distributed.types import LazyAwaitable, LazyNoWait
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from torchrec_picasso._torchrec import (
-    PipelinedForward,
-)
+from torchrec_picasso._torchrec import PipelinedForward
 from torchrec_picasso.errors import CompatError
 
 
