@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.exchange.header import Header, HeaderExchange, HeaderWords
+from torchrec_picasso.exchange.header import Header, HeaderExchange
 from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
 from torchrec_picasso.ops.id_reader import PreparedIds
 from torchrec_picasso.rows.group import RowGroup
@@ -107,7 +107,8 @@ class RowRequest:
             by_route = features.split([sum(route.plan.features_M) for route in group.routes])
         pairs = zip(group.routes, by_route)
         self.by_route = [route.read(own, self._sizes_K, prepared) for route, own in pairs]
-        self.words = HeaderWords(
+        self.header_exchange = HeaderExchange(
+            ranks=group.ranks,
             routes=[request.words for request in self.by_route],
             outside_ids=reduce(add, [request.outside_ids for request in self.by_route]),
             bad_weights=bad_weights,
@@ -116,7 +117,6 @@ class RowRequest:
             looks_up_nothing=not features.values().numel(),
             most_asked=max(features.values().numel(), features.lengths().numel()),
         )
-        self._header_exchange = HeaderExchange(group.ranks, self.words)
 
     @property
     def is_prepared(self) -> bool:
@@ -131,7 +131,7 @@ class RowRequest:
         Raises InputError on all ranks if any rank's ids, weights or lengths are invalid.
         """
         group = self._group
-        self.header = header = self._header_exchange.wait()
+        self.header = header = self.header_exchange.wait()
         if not header.any_data:
             return False
         raise_on_bad_input(header, group.tables, self.features, self._validated, group.ranks.rank)
