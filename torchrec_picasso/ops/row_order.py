@@ -287,6 +287,7 @@ def find_fetch_orders(
     fetched = np.arange(num_lists * (1 + num_chunks) * world_size)
     fetched = fetched.reshape(num_lists, -1, world_size)
     clean = np.broadcast_to(fetched[:, :1], asked.shape)
+    # One copy to the device: the end of each segment of request order, then these two tables.
     numbers = np.concatenate([asked.cumsum(), clean.ravel(), fetched[:, 1:].ravel()])
     on_device = torch.from_numpy(numbers).to(dirty_n.device, non_blocking=True)
     if dirty_n.device.type == "cpu":
