@@ -54,7 +54,7 @@ def test_a_batch_that_cannot_be_split_is_logged_once(caplog: pytest.LogCaptureFi
     )
     queue.work_with(cast(Any, SimpleNamespace(pipelined=pipelined)))
     for _ in range(2):
-        inflight = queue._prepared(Fetched({"ids": object()}, nothing))
+        inflight = queue._new_inflight(Fetched({"ids": object()}, nothing))
         assert inflight.sizes_K == [8, 0]
     (record,) = caplog.records
     assert "do not know how to cut object by samples" in record.getMessage()

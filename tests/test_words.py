@@ -1,8 +1,12 @@
-"""Names, docstrings and comments use the field's words, as far as a program can tell."""
+"""Names, docstrings and comments use the field's words, as far as a program can tell.
+
+No file holds both versions of a place that a merge could not join.
+"""
 
 import ast
 import io
 import re
+import subprocess
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +32,9 @@ PRONOUNS = {
 ARGUMENT = re.compile(r"^ +\*{0,2}(\w+): (\w+)")
 COMMENTED = {"ops": 4, "rows": 4, "exchange": 4}
 """Fewest comments per 100 lines of code, by package."""
+CONFLICT = re.compile(rb"^(<{7}|>{7}) ", re.MULTILINE)
+FEWEST_TRACKED = 500
+"""The search must see at least these files; one that sees nothing finds nothing."""
 
 
 def names(tree: ast.AST) -> Iterator[str]:
@@ -99,3 +106,19 @@ def test_what_is_odd_is_found() -> None:
     assert odd_words('"""What it does."""') == ["What"]
     assert comments("x = 1  # why\n# noqa: E\n") == ["# why"]
     assert num_code_lines('"""Doc."""\n\nx = (\n    1,\n)\n# c\n') == 3
+
+
+def test_no_merge_is_half_done() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout, so it is not known which files are tracked")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    tracked = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    assert len(tracked) >= FEWEST_TRACKED
+    marks = {path: CONFLICT.findall(path.read_bytes()) for path in tracked if path.is_file()}
+    assert not {path: found for path, found in marks.items() if found}
+
+
+def test_conflict_markers_are_found() -> None:
+    sides = b"a\n" + b"<" * 7 + b" ours\n" + b"=" * 7 + b"\nb\n" + b">" * 7 + b" theirs\n"
+    assert CONFLICT.findall(sides) == [b"<" * 7, b">" * 7]
+    assert not CONFLICT.search(b"=======\n>>> print()\n>>>>>>>>>> \n <<<<<<< \n")

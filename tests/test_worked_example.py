@@ -144,7 +144,7 @@ def _of_ids(world: World, batches: Sequence[RowRequest]) -> Lines:
         for r, c in zip(requests, chunks)
     ]
     counts = [r.located.counts_PQ[0].tolist() for r in requests]
-    sent = [b.words.to_send(NUM_RANKS) for b in batches]
+    sent = [b.header_exchange.sent_WX for b in batches]
 
     def request_order(rank: int) -> str:
         ids, (num_hot, *of_places) = _packed(batches[rank]), counts[rank]

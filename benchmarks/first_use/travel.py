@@ -102,10 +102,10 @@ class Tables:
                 (counts_Q,) = route.located.counts_PQ  # hot, then cold by chunk and home
                 cold_KW = counts_Q[1:].view(-1, self._world_size)
                 rows += int(cold_KW.sum() - cold_KW[:, rank].sum())
-                sent_WX = request.words.to_send(self._world_size)
+                sent_WX = request.header_exchange.sent_WX
                 header_bytes += _num_bytes(sent_WX) - _num_bytes(sent_WX[rank])
                 touched_H |= route.located.is_used_H
-        id_bytes = self._group.routes[0].space.home_row_dtype.itemsize
+        id_bytes = self._group.row_dtype.itemsize
         row_bytes = _FLOAT_BYTES * self._dim
         hot_rows = int(touched_H.sum())
         summed_bytes = 2 * (self._world_size - 1) * hot_rows * row_bytes  # by a ring

@@ -51,7 +51,7 @@ def _kernel(job: Job = JOB) -> HotColdKernel:
 
 
 def _touched(storage: RowStorage, slots_t: np.ndarray) -> TouchedHot:
-    (touched,) = HotHomes.touched([storage.hot_homes], [slots_t])
+    (touched,) = HotHomes.find_own([storage.hot_homes], [slots_t])
     return touched
 
 

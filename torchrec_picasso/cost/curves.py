@@ -285,8 +285,7 @@ class CommCurves:
                     f"format version {shorten(version)}, expected {_FORMAT_VERSION}; "
                     "measure again with this release"
                 )
-            curves: CommCurves = read(CommCurves, document, "curves")
-            return curves
+            return read(CommCurves, document, "curves")
         except PicassoError as error:
             raise PicassoError(f"{source} does not contain curves: {error}; {_HINT}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

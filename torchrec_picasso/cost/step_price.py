@@ -33,7 +33,7 @@ pooling run once more, and every feature is split. On one core 26 features took 
 7 ms, 130 took 5 to 20 ms."""
 _LAYOUT_SHARE = 1 / 3
 """Share of the layout, which follows the exchange of ids, in the local work on ids."""
-_MARK_BYTES = 1
+_MASK_BYTES = 1
 _FIRST_USE_EXPONENT = 0.8
 """The number of distinct rows grows about like this power of the samples."""
 
@@ -144,7 +144,7 @@ class StepPricer:
         times: dict[tuple[str, int | None], OpTime] = {
             ("send_header", None): exchange(sent["header"], (1 - _LAYOUT_SHARE) * local.ids_ms),
             ("send_row_numbers", None): exchange(sent["ids"] * uneven),
-            ("send_dirty_mask", None): exchange(totals.cold * _MARK_BYTES),
+            ("send_dirty_mask", None): exchange(totals.cold * _MASK_BYTES),
             ("lay_out", None): OpTime(_LAYOUT_SHARE * local.ids_ms),
             ("fetch_clean", None): rows(max(0.0, 1 - sum(dirty_K))),
             ("reduce_hot", None): OpTime(0.0, self.message("all_reduce", sent["hot"])),

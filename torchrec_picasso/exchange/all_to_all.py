@@ -137,8 +137,7 @@ class Ranks:
         if self.size == 1:
             return _Nothing()
         note_all_reduce(values.nbytes, self.size)
-        work: Pending = dist.all_reduce(values, group=self.pg, async_op=True)
-        return work
+        return dist.all_reduce(values, group=self.pg, async_op=True)
 
     def gather(self, values: Tensor) -> Tensor:
         """Gathers the values, of equal shape, of all ranks: shape ``(W, ...)``. Collective."""

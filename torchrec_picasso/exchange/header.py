@@ -36,42 +36,6 @@ class RouteWords:
     """Numbers, shape ``(n,)``, that are copied to this rank's host and not sent."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeaderWords:
-    """The information about a batch that one rank contributes to the header, on the device."""
-
-    routes: Sequence[RouteWords]
-    outside_ids: Tensor
-    """Number of lookups outside their table, 0-d integer."""
-    bad_weights: Tensor
-    """Number of weights that are not finite, 0-d integer."""
-    bad_lengths: Tensor | bool = False
-    """Whether lengths do not sum to the number of values; 0-d bool, or known on the host."""
-    has_data: bool = True
-    """Whether this rank's batch comes from its data, even if it has no samples."""
-    looks_up_nothing: bool = False
-    """Whether this rank's batch has no lookup; such a batch may have no samples."""
-    most_asked: int = 0
-    """A bound of the rows, or of the bags, that this rank's batch asks for."""
-
-    def to_send(self, world_size: int) -> Tensor:
-        """Builds the message to each rank, own words before those of routes: int64, ``(W, X)``."""
-        state = _HAS_DATA * self.has_data + _LOOKS_UP_NOTHING * self.looks_up_nothing
-        state += _STATES * self.most_asked
-        state_word = torch.full_like(self.outside_ids, state)
-        # bad_lengths may be a device tensor; its bit is then added without a host sync.
-        if isinstance(self.bad_lengths, Tensor):
-            state_word = state_word + _BAD_LENGTHS * self.bad_lengths
-        elif self.bad_lengths:
-            state_word += _BAD_LENGTHS
-        own_words = torch.stack([self.outside_ids, self.bad_weights, state_word]).to(torch.int64)
-        return torch.cat([own_words.expand(world_size, -1), *self.sent()], dim=1).contiguous()
-
-    def sent(self) -> list[Tensor]:
-        """Pieces of the message of all routes."""
-        return [words for route in self.routes for words in route.sent]
-
-
 ReceivedWords = tuple[list[np.ndarray], list[np.ndarray]]
 """The words of one route on the host, in the pieces of :class:`RouteWords`: those of each rank,
 ``(W, X_i)``, and the kept numbers."""
@@ -96,36 +60,66 @@ class Header:
     """A bound of the rows that any rank's batch asks for, equal on all ranks."""
 
 
+@dataclass(eq=False, kw_only=True)
 class HeaderExchange:
     """Exchanges the headers of a batch; starts at construction. Collective: all ranks create the
-    object and wait for it in the same order."""
+    object and wait for it in the same order. The fields are what this rank tells the others."""
 
-    def __init__(self, ranks: Ranks, words: HeaderWords) -> None:
-        self._words = words
-        self._sent_WX = words.to_send(ranks.size)
-        self._received_WX = torch.empty_like(self._sent_WX)
-        words_W = [self._sent_WX.size(1)] * ranks.size
-        self._work = ranks.start_all_to_all(
-            self._received_WX.view(-1), self._sent_WX.view(-1), words_W, words_W, sum(words_W)
+    ranks: Ranks
+    routes: Sequence[RouteWords]
+    outside_ids: Tensor
+    """Number of lookups outside their table, 0-d integer, on the device."""
+    bad_weights: Tensor
+    """Number of weights that are not finite, 0-d integer, on the device."""
+    bad_lengths: Tensor | bool
+    """Whether lengths do not sum to the number of values; 0-d bool, or known on the host."""
+    has_data: bool
+    """Whether this rank's batch comes from its data, even if it has no samples."""
+    looks_up_nothing: bool
+    """Whether this rank's batch has no lookup; such a batch may have no samples."""
+    most_asked: int
+    """A bound of the rows, or of the bags, that this rank's batch asks for."""
+
+    def __post_init__(self) -> None:
+        self._pieces = [words for route in self.routes for words in route.sent]
+        self.sent_WX = self._message()
+        """The message to each rank, own words before those of routes, int64."""
+        self._received_WX = torch.empty_like(self.sent_WX)
+        words_W = [self.sent_WX.size(1)] * self.ranks.size
+        self._work = self.ranks.start_all_to_all(
+            self._received_WX.view(-1), self.sent_WX.view(-1), words_W, words_W, sum(words_W)
         )
+
+    def _message(self) -> Tensor:
+        state = _HAS_DATA * self.has_data + _LOOKS_UP_NOTHING * self.looks_up_nothing
+        state += _STATES * self.most_asked
+        state_word = torch.full_like(self.outside_ids, state)
+        # bad_lengths may be a device tensor; its bit is then added without a host sync.
+        if isinstance(self.bad_lengths, Tensor):
+            state_word = state_word + _BAD_LENGTHS * self.bad_lengths
+        elif self.bad_lengths:
+            state_word += _BAD_LENGTHS
+        own_words = torch.stack([self.outside_ids, self.bad_weights, state_word]).to(torch.int64)
+        # From (3,) to (W, 3), the same for all ranks, beside the routes' (W, X_i).
+        own_WX = own_words.expand(self.ranks.size, -1)
+        return torch.cat([own_WX, *self._pieces], dim=1).contiguous()
 
     def wait(self) -> Header:
         """Finishes the exchange and copies the header to the host (one sync on CUDA)."""
         wait_for(self._work)
-        routes = self._words.routes
-        kept = [numbers for route in routes for numbers in route.kept]
+        kept = [numbers for route in self.routes for numbers in route.kept]
         # One concatenation, so that a single copy syncs the host.
         host = torch.cat([*kept, self._received_WX.view(-1)]).cpu().numpy()
         # In this order: the kept numbers, then (W, X), of each rank its own words and its routes'.
         *kept_numbers, words = _cut(host, [numbers.numel() for numbers in kept])
-        widths = [_NUM_OWN_WORDS, *(piece.size(1) for piece in self._words.sent())]
+        widths = [_NUM_OWN_WORDS, *(piece.size(1) for piece in self._pieces)]
         own, *pieces, _ = _cut(words.reshape(self._received_WX.shape), widths)
         outside_ids_W, bad_weights_W, states_W = own.T.tolist()
         next_piece, next_kept = iter(pieces), iter(kept_numbers)
         return Header(
             routes=[
                 ([next(next_piece) for _ in route.sent], [next(next_kept) for _ in route.kept])
-                for route in routes
+                for route in self.routes
             ],
             outside_ids_W=outside_ids_W,
             bad_weights_W=bad_weights_W,

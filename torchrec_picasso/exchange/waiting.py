@@ -76,8 +76,7 @@ def named_range(*name: object) -> AbstractContextManager[object]:
     if not autograd_profiler._is_profiler_enabled:  # a range costs 11 us
         return _NO_RANGE
     words = " ".join(map(str, name))
-    range_: AbstractContextManager[object] = autograd_profiler.record_function(words)
-    return range_
+    return autograd_profiler.record_function(words)
 
 
 def wait_for(pending: Pending) -> None:

@@ -109,7 +109,8 @@ def reorder_bags(
     position of each lookup, as per-sample weights require; it is reordered as well.
     """
     if order_S is not None:
-        permute, num_lookups = torch.ops.fbgemm.permute_1D_sparse_data, ids_N.numel()
+        permute = torch.ops.fbgemm.permute_1D_sparse_data
+        num_lookups = ids_N.numel()
         if source_N is not None:
             _, source_N, _ = permute(order_S, lengths_S, source_N, None, num_lookups)
         # The lookups of a bag move as one: bag s of the result is bag order_S[s] of the input.
@@ -168,8 +169,7 @@ class BatchCut:
     @property
     def micro_batch_by_segment(self) -> list[int]:
         """Micro-batch of each segment."""
-        by_matrix = [enumerate(segments_K) for segments_K in self.segments_MK]
-        return [k for by_micro_batch in by_matrix for k, bags_J in by_micro_batch for _ in bags_J]
+        return [k for row in self.segments_MK for k, bags_J in enumerate(row) for _ in bags_J]
 
     def by_micro_batch(self, numbers_J: Sequence[int]) -> list[list[list[int]]]:
         """Groups one number per segment, in their order, by matrix and micro-batch."""
@@ -235,26 +235,17 @@ def cut_pooling(
     else:
         grouped, groups_KM = _group_by_micro_batch(rows, located, micro_batch_N, lookups_KM)
     whole = _WholePooling(
-        bags, cut, grouped, fetch_position_U.index_select(0, rows.row_of_lookup_N), most_lookups
+        bags=bags,
+        cut=cut,
+        grouped=grouped,
+        fetch_position_N=fetch_position_U.index_select(0, rows.row_of_lookup_N),
+        most_lookups=most_lookups,
+        row_edges=_edges([num_rows_M]),
+        by_matrix=(_edges(cut.bags_by_micro_batch), _edges(lookups_MK)),
+        by_micro_batch=(_edges(lookups_KM), _edges(groups_KM)),
     )
-    # Bags and lookups are ordered by (matrix, micro-batch), groups and their lookups by
-    # (micro-batch, matrix).
-    row_at = [0, *accumulate(num_rows_M)]
-    by_matrix = [_edges(cut.bags_by_micro_batch), _edges(lookups_MK)]
-    by_micro_batch = [_edges(lookups_KM), _edges(groups_KM)]
-    num_micro_batches, num_matrices = len(groups_KM), len(num_rows_M)
-
-    def pooling(k: int, matrix: int) -> tuple[dict[str, int], PoolingIndex]:
-        place = matrix * num_micro_batches + k
-        spans = [slice(*edges[place : place + 2]) for edges in by_matrix]
-        place = k * num_matrices + matrix
-        spans += [slice(*edges[place : place + 2]) for edges in by_micro_batch]
-        return whole.part(k, matrix, row_at[matrix], *spans)
-
-    return [
-        _shifted([pooling(k, matrix) for matrix in range(num_matrices)])
-        for k in range(num_micro_batches)
-    ]
+    matrices = range(len(num_rows_M))
+    return [_shifted([whole.part(k, m) for m in matrices]) for k in range(len(groups_KM))]
 
 
 @dataclass(frozen=True)
@@ -268,7 +259,7 @@ class _Grouped:
     """Position in request order of each group's row; ``None`` = the groups are in request order."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _WholePooling:
     """The pooling of a whole batch."""
 
@@ -278,6 +269,12 @@ class _WholePooling:
     fetch_position_N: Tensor
     """The fetched row of each lookup in bag order, counted over all matrices."""
     most_lookups: int
+    row_edges: Sequence[int]
+    """First row of each matrix."""
+    by_matrix: tuple[Sequence[int], Sequence[int]]
+    """First bag, and first lookup in bag order, by matrix and micro-batch."""
+    by_micro_batch: tuple[Sequence[int], Sequence[int]]
+    """First lookup grouped by row, and first group, by micro-batch and matrix."""
 
     @cached_property
     def bag_by_row(self) -> Tensor:
@@ -285,18 +282,20 @@ class _WholePooling:
         bag_N = bag_of_lookup(self.bags.offsets_S1, self.grouped.lookups_N.numel())
         return bag_N.index_select(0, self.grouped.lookups_N)
 
-    def part(
-        self, k: int, matrix: int, first_row: int, *places: slice
-    ) -> tuple[dict[str, int], PoolingIndex]:
+    def part(self, k: int, matrix: int) -> tuple[dict[str, int], PoolingIndex]:
         """Cuts out the pooling of one micro-batch and matrix, with the start of each tensor.
 
-        ``places`` are those of bags, of lookups, of lookups grouped by row, and of groups. Numbers
-        in the tensors count from the start of the batch; :func:`_shifted` makes them count from the
-        start of the matrix (rows) or of the micro-batch (lookups, bags).
+        Numbers in the tensors count from the start of the batch; :func:`_shifted` makes them count
+        from the start of the matrix (rows) or of the micro-batch (lookups, bags).
         """
-        bags, lookups, by_row, groups = places
+        place = matrix * self.cut.num_micro_batches + k
+        bags, lookups = (slice(*edges[place : place + 2]) for edges in self.by_matrix)
+        place = k * (len(self.row_edges) - 1) + matrix
+        by_row, groups = (slice(*edges[place : place + 2]) for edges in self.by_micro_batch)
+        first_row = self.row_edges[matrix]
+        is_sequence = self.cut.is_sequence_M[matrix]
         grouped, source_N = self.grouped, self.bags.source_N
-        is_sequence, position_G = self.cut.is_sequence_M[matrix], grouped.gradient_position_G
+        position_G = grouped.gradient_position_G
         starts = {
             "row_of_lookup_N": first_row,
             "bag_offsets_S1": lookups.start,

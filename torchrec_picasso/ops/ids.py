@@ -137,12 +137,6 @@ class IdSpace:
         return block_n, self.block_shift_TW.index_select(0, block_n).add_(ids_n)
 
     @property
-    def home_row_dtype(self) -> torch.dtype:
-        """The smallest integer type that holds every row number of every home rank."""
-        largest = max(rows for rows_W in self.home_rows_PW for rows in rows_W)
-        return torch.int32 if largest < 2**31 else torch.int64
-
-    @property
     def id_dtype(self) -> torch.dtype:
         """The smallest integer type that holds every linear id."""
         return torch.int32 if self.num_rows < 2**31 else torch.int64

@@ -89,7 +89,8 @@ def sort_with_tags(keys_N: Tensor, tags_N: Tensor | None = None) -> tuple[Tensor
     fit into these and torch's sort is not faster.
     """
     torch_is_faster = keys_N.numel() >= _LEAST_RADIX and not is_intel()
-    fits, tag_bits = keys_N.device.type == "cpu" and not torch_is_faster, 0
+    fits = keys_N.device.type == "cpu" and not torch_is_faster
+    tag_bits = 0
     if fits and keys_N.numel():
         # Tags ascend, so the last tag is the largest and determines the number of tag bits.
         last = keys_N.numel() - 1 if tags_N is None else int(tags_N[-1])
@@ -274,6 +275,7 @@ def find_fetch_orders(
     fetched = np.arange(num_lists * (1 + num_chunks) * world_size)
     fetched = fetched.reshape(num_lists, -1, world_size)
     clean = np.broadcast_to(fetched[:, :1], asked.shape)
+    # One copy to the device: the end of each segment of request order, then these two tables.
     numbers = np.concatenate([asked.cumsum(), clean.ravel(), fetched[:, 1:].ravel()])
     on_device = torch.from_numpy(numbers).to(dirty_n.device, non_blocking=True)
     if dirty_n.device.type == "cpu":

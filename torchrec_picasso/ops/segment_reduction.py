@@ -9,7 +9,6 @@ Source: PICASSO (arXiv 2204.04903), SegmentReduction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +50,6 @@ class PoolingIndex:
     """KeyedJaggedTensor position of each lookup, int64; ``None`` without weights."""
     most_lookups: int = 0
     """A bound of the lookups of a row, on an accelerator only."""
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held, for stream bookkeeping."""
-        yield from (value for value in vars(self).values() if isinstance(value, Tensor))
 
     @property
     def num_lookups(self) -> int:
@@ -140,8 +135,7 @@ def gradient_of_weights(grad_SD: Tensor, rows_RD: Tensor, index: PoolingIndex) -
         offsets_S1, rows_N = index.bag_offsets_S1, index.row_of_lookup_N
         bag_N = bag_of_lookup(offsets_S1, index.num_lookups)
         backward = torch.ops.aten._embedding_bag_per_sample_weights_backward
-        grad_N: Tensor = backward(grad_SD.contiguous(), rows_RD, rows_N, offsets_S1, bag_N, 0)
-        return grad_N
+        return backward(grad_SD.contiguous(), rows_RD, rows_N, offsets_S1, bag_N, 0)
     counts_S = torch.diff(index.bag_offsets_S1)
     # Expand (S, D) to (N, D): each lookup gets its bag's gradient.
     grad_ND = torch.repeat_interleave(grad_SD, counts_S, 0, output_size=index.num_lookups)

@@ -8,10 +8,13 @@ after that write. The CPU has a single order of operations, so the functions her
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 _Optional = TypeVar("_Optional", Tensor, Tensor | None)
 
@@ -21,6 +24,20 @@ def keep_for_current_stream(tensor: _Optional) -> _Optional:
     if tensor is not None and (stream := _current_stream(tensor.device)) is not None:
         tensor.record_stream(stream)
     return tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields every tensor in dataclasses and sequences, and those of a KeyedJaggedTensor."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, KeyedJaggedTensor):
+        found = (value.values(), value.lengths(), value.weights_or_none(), value.offsets_or_none())
+        yield from tensors_in(found)
+    elif isinstance(value, list | tuple):
+        for member in value:
+            yield from tensors_in(member)
+    elif is_dataclass(value):
+        yield from tensors_in(list(vars(value).values()))
 
 
 class WriteOrder:
@@ -46,5 +63,4 @@ def _current_stream(device: torch.device) -> torch.Stream | None:
     """Returns the current stream; ``None`` if the device has no streams."""
     if device.type == "cpu":
         return None
-    stream: torch.Stream = torch.get_device_module(device).current_stream()
-    return stream
+    return torch.get_device_module(device).current_stream()

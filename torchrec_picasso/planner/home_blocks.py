@@ -127,8 +127,7 @@ def _with_rows_between(cut: np.ndarray, num_embeddings: int) -> np.ndarray:
     spare = num_embeddings - len(cut) - 1
     if spare < 0:
         return np.minimum(before, num_embeddings)
-    result: np.ndarray = np.maximum.accumulate(cut - before).clip(0, spare) + before
-    return result
+    return np.maximum.accumulate(cut - before).clip(0, spare) + before
 
 
 def _max_over_mean(

@@ -78,8 +78,7 @@ def cut_home_blocks(
 
 def optimizer_class(option: ShardingOption) -> type | None:
     """Returns the class of the optimizer fused into an option's table, or ``None``."""
-    found: type | None = getattr(option.tensor, "_optimizer_classes", [None])[0]
-    return found
+    return getattr(option.tensor, "_optimizer_classes", [None])[0]
 
 
 def replica_bytes(option: ShardingOption) -> int:

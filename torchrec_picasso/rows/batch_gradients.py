@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchrec_picasso.exchange.packed import HotReduction, PackedAllToAll, Payload
-from torchrec_picasso.rows.group import Matrices, RowGroup
+from torchrec_picasso.rows.group import Matrices, RowBuffers, RowGroup
 from torchrec_picasso.rows.request import RowLayout
 from torchrec_picasso.rows.route import IncomingRequests, PackLayout
 from torchrec_picasso.storage.row_storage import TouchedHot
@@ -27,9 +27,9 @@ class BatchGradients:
 
     def __init__(self, group: RowGroup, layout: RowLayout) -> None:
         self._group = group
-        self._layout = layout
-        self._sums: Matrices | None = None
+        self.layout = layout
         self._sums_M: list[Tensor | None] = [None] * len(layout.num_rows_M)
+        self._own_sums: list[tuple[RowBuffers, Tensor]] = []  # to be released
         # One matrix per pack, shape (m, D): gradients of home rows, then sums for touched replicas.
         buffers_P = [group.buffers_M[pack.matrix] for pack in layout.packs]
         num_rows_P = [pack.served.num_rows + pack.touched.slots_t.numel() for pack in layout.packs]
@@ -40,18 +40,13 @@ class BatchGradients:
     def add(self, micro_batch: int, grads_M: Sequence[Tensor], module: int = 0) -> None:
         """Adds the gradients of a micro-batch's rows, ``(n, D_m)`` by matrix of the module. With
         one micro-batch they are the sums."""
-        matrices = self._group.plan.modules[module]
-        if len(self._layout.sizes_K) == 1:  # gradients are in request order
-            for matrix, grads in zip(matrices, grads_M):
+        for matrix, grads in zip(self._group.plan.modules[module], grads_M):
+            if len(self.layout.sizes_K) == 1:  # gradients are in request order
                 self._sums_M[matrix] = grads
-            return
-        if self._sums is None:
-            self._sums = Matrices(self._group.buffers_M, self._layout.num_rows_M)
-            self._sums_M = [sums.zero_() for sums in self._sums.tensors]
-        for matrix, grads in zip(matrices, grads_M):
-            sums, pooling = self._sums_M[matrix], self._layout.pooling_KM[micro_batch][matrix]
-            assert sums is not None, "a batch's backward runs before its update"
-            pooling.add_gradients(sums, grads)
+            else:
+                assert self._packs_left, "a batch's backward runs before its update"
+                pooling = self.layout.pooling_KM[micro_batch][matrix]
+                pooling.add_gradients(self._sums_of(matrix), grads)
 
     def send(self, chunk: int, wave: int | None = None) -> None:
         """Starts sending the gradients of a chunk to the home ranks. Collective. Requires that
@@ -63,14 +58,14 @@ class BatchGradients:
         # request order, so no reordering is needed.
         payloads = [
             Payload(
-                self._sums_of(pack)[pack.cold_slice][pack.wanted.slice_of(chunk)],
+                self._sums_of(pack.matrix)[pack.cold_slice][pack.wanted.slice_of(chunk)],
                 pack.wanted.counts_EW[chunk],
                 grads_mD[pack.served.slice_of(chunk)],
                 pack.served.counts_EW[chunk],
             )
             for pack, grads_mD in zip(packs, grads_P)
         ]
-        ranks, most_asked = self._group.ranks, self._layout.most_asked
+        ranks, most_asked = self._group.ranks, self.layout.most_asked
         self._pend(wave, PackedAllToAll(ranks, payloads, most_asked, ranks.gradient_codec))
 
     def reduce_hot(self, wave: int | None = None) -> None:
@@ -82,7 +77,7 @@ class BatchGradients:
         # their positions among the touched rows.
         reduction = HotReduction(
             self._group.ranks,
-            [self._sums_of(pack)[pack.hot_slice] for pack in packs],
+            [self._sums_of(pack.matrix)[pack.hot_slice] for pack in packs],
             [torch.searchsorted(pack.touched.slots_t, pack.hot_slots) for pack in packs],
             [grads_mD[pack.served.num_rows :] for pack, grads_mD in zip(packs, grads_P)],
         )
@@ -96,16 +91,15 @@ class BatchGradients:
     def _in_wave(self, wave: int | None) -> tuple[list[PackLayout], list[Tensor]]:
         """Returns the packs of a wave, and the gradients that arrive for their rows."""
         wanted = self._group.plan.packs_of(wave)
-        return [self._layout.packs[p] for p in wanted], [self._arrived_P.tensors[p] for p in wanted]
+        return [self.layout.packs[p] for p in wanted], [self._arrived_P.tensors[p] for p in wanted]
 
-    def _sums_of(self, pack: PackLayout) -> Tensor:
-        """Returns the sums of the pack's matrix; zeros if no micro-batch ran backward."""
-        matrix, group = pack.matrix, self._group
+    def _sums_of(self, matrix: int) -> Tensor:
+        """Returns the sums ``(R, D_m)`` of a matrix; zeros if no micro-batch ran backward."""
         sums = self._sums_M[matrix]
         if sums is None:
-            shape = self._layout.num_rows_M[matrix], group.plan.dim_M[matrix]
-            sums = torch.zeros(shape, dtype=torch.float32, device=group.device)
-            self._sums_M[matrix] = sums
+            buffers = self._group.buffers_M[matrix]
+            sums = self._sums_M[matrix] = buffers.take(self.layout.num_rows_M[matrix]).zero_()
+            self._own_sums.append((buffers, sums))
         return sums
 
     def arrived(self, p: int) -> tuple[IncomingRequests, TouchedHot, Tensor]:
@@ -118,7 +112,7 @@ class BatchGradients:
         for pending in self._pending_P[p]:
             pending.wait()
         self._pending_P[p] = []
-        pack = self._layout.packs[p]
+        pack = self.layout.packs[p]
         return pack.requests, pack.touched, self._arrived_P.tensors[p]
 
     def end(self, p: int) -> bool:
@@ -127,9 +121,9 @@ class BatchGradients:
         if self._packs_left:
             return False
         self._arrived_P.release()
-        if self._sums is not None:
-            self._sums.release()
-        self._sums_M = [None] * len(self._sums_M)
+        for buffers, sums in self._own_sums:
+            buffers.release(sums)
+        self._sums_M, self._own_sums = [None] * len(self._sums_M), []
         return True
 
 
@@ -152,7 +146,7 @@ def update_rows(
     if divisor > 1 and arrived_P:
         torch._foreach_div_([grads for _, _, grads in arrived_P], divisor)
     for p, (requests, touched, grads) in zip(packs_of_wave, arrived_P):
-        storage, packs = group.storages[p], [batch._layout.packs[p] for batch in gradients]
+        storage, packs = group.storages[p], [batch.layout.packs[p] for batch in gradients]
         if group.plan.module_M[packs[0].matrix] not in untrained:
             requests.update(storage, touched, grads)
         # Rows of untrained modules are counted and released as well.

@@ -41,8 +41,8 @@ class BatchRows:
         self.group = group
         self.layout = layout
         self._matrices = Matrices(group.buffers_M, layout.num_rows_M)
+        # exchanges in progress: index in fetch order, packs, handle
         self._arrivals: list[tuple[int, set[int], PackedAllToAll]] = []
-        """Exchanges in progress: index in fetch order, packs, handle."""
         self.modules_left = len(group.plan.modules)
         """Modules that still need the rows."""
         self.tracked: set[int] = set()
@@ -73,12 +73,12 @@ class BatchRows:
             # requesting rank's matrix, also in fetch order.
             payloads = []
             for p in packs:
-                pack, storage = self.layout.packs[p], self.group.storages[p]
-                sent, received = pack.requests.served_by_fetch, pack.wanted_by_fetch
-                into = matrices_M[pack.matrix][pack.cold_slice][received.slice_of(exchange)]
-                sent_W, received_W = sent.counts_EW[exchange], received.counts_EW[exchange]
-                rows = pack.requests.read(storage, exchange)
-                payloads.append(Payload(rows, sent_W, into, received_W))
+                pack = self.layout.packs[p]
+                served, wanted = pack.requests.served_by_fetch, pack.wanted_by_fetch
+                rows = pack.requests.read(self.group.storages[p], exchange)
+                into = matrices_M[pack.matrix][pack.cold_slice][wanted.slice_of(exchange)]
+                served_W, wanted_W = served.counts_EW[exchange], wanted.counts_EW[exchange]
+                payloads.append(Payload(rows, served_W, into, wanted_W))
             pending = PackedAllToAll(ranks, payloads, self.layout.most_asked, ranks.row_codec)
         self._arrivals.append((exchange, set(packs), pending))
 
@@ -117,8 +117,9 @@ class BatchRows:
         module needs the rows no more. Raises CompatError if the weights changed after home ranks
         received them for pooling.
         """
-        matrices, given_N = self.group.plan.modules[module], self.layout.weights_N
-        pooling_M = [self.layout.pooling_KM[micro_batch][matrix] for matrix in matrices]
+        pooling_M = self.layout.pooling_KM[micro_batch]
+        pooling_M = [pooling_M[matrix] for matrix in self.group.plan.modules[module]]
+        given_N = self.layout.weights_N
         are_new = weights_N is not None and weights_N is not given_N
         weights_N = given_N if weights_N is None else weights_N
         return MicroBatchRows(

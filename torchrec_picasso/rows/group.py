@@ -128,8 +128,8 @@ class RowGroup:
     @property
     def row_dtype(self) -> torch.dtype:
         """The smallest integer type that holds every row number of every home rank."""
-        fits = all(route.space.home_row_dtype == torch.int32 for route in self.routes)
-        return torch.int32 if fits else torch.int64
+        sizes = [max(rows_W) for route in self.routes for rows_W in route.space.home_rows_PW]
+        return torch.int32 if max(sizes) < 2**31 else torch.int64
 
     def check(self, features: KeyedJaggedTensor) -> None:
         """Raises CompatError as :meth:`.Route.check`."""

@@ -14,7 +14,7 @@ of the routes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.exchange.header import Header, HeaderExchange, HeaderWords
+from torchrec_picasso.exchange.header import Header, HeaderExchange
 from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
 from torchrec_picasso.ops.id_reader import PreparedIds
 from torchrec_picasso.rows.group import RowGroup
@@ -54,22 +54,6 @@ class RowLayout:
     weights_N: Tensor | None
     """Per-sample weights of the input batch, in KeyedJaggedTensor order."""
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held, for stream bookkeeping."""
-        for features in self.features_by_module:
-            yield from (features.values(), features.lengths())
-            optional = (features.weights_or_none(), features.offsets_or_none())
-            yield from (tensor for tensor in optional if tensor is not None)
-        for pack in self.packs:
-            yield pack.hot_slots
-            yield from pack.touched
-            yield from pack.requests.tensors()
-        for pooling_M in self.pooling_KM:
-            for pooling in pooling_M:
-                yield from pooling.tensors()
-        if self.weights_N is not None:
-            yield self.weights_N
-
 
 class RowRequest:
     """The request for the rows of one batch; each method is called once, in order.
@@ -90,7 +74,6 @@ class RowRequest:
 
     header: Header
     """The information of all ranks; available after :meth:`send_row_numbers`."""
-    _ids: PackedAllToAll
 
     def __init__(
         self,
@@ -119,12 +102,13 @@ class RowRequest:
         if self._weights_N is not None:
             bad_weights = torch.isfinite(self._weights_N).logical_not().sum()
         # The features of a route follow those of the route before it.
-        features_of = [features]
+        by_route = [features]
         if len(group.routes) > 1:
-            features_of = features.split([sum(route.plan.features_M) for route in group.routes])
-        pairs = zip(group.routes, features_of)
+            by_route = features.split([sum(route.plan.features_M) for route in group.routes])
+        pairs = zip(group.routes, by_route)
         self.by_route = [route.read(own, self._sizes_K, prepared) for route, own in pairs]
-        self.words = HeaderWords(
+        self.header_exchange = HeaderExchange(
+            ranks=group.ranks,
             routes=[request.words for request in self.by_route],
             outside_ids=reduce(add, [request.outside_ids for request in self.by_route]),
             bad_weights=bad_weights,
@@ -133,7 +117,6 @@ class RowRequest:
             looks_up_nothing=not features.values().numel(),
             most_asked=max(features.values().numel(), features.lengths().numel()),
         )
-        self._header_exchange = HeaderExchange(group.ranks, self.words)
 
     @property
     def is_prepared(self) -> bool:
@@ -148,7 +131,7 @@ class RowRequest:
         Raises InputError on all ranks if any rank's ids, weights or lengths are invalid.
         """
         group = self._group
-        self.header = header = self._header_exchange.wait()
+        self.header = header = self.header_exchange.wait()
         if not header.any_data:
             return False
         raise_on_bad_input(header, group.tables, self.features, self._validated, group.ranks.rank)
@@ -159,7 +142,7 @@ class RowRequest:
         return True
 
     def receive_row_numbers(self) -> None:
-        """Waits for the ids: after it the home ranks know the requested rows."""
+        """Waits for the row numbers: after it the home ranks know the requested rows."""
         self._row_numbers.wait()
 
     def send_dirty_mask(self, before: RowRequest) -> None:

@@ -145,10 +145,6 @@ class IncomingRequests(ABC):
     def joined(batches: Sequence[Any]) -> IncomingRequests:
         """Merges the requests of several batches into one, which is only updated, not read."""
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held, for stream bookkeeping."""
-        yield from (value for value in vars(self).values() if isinstance(value, Tensor))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pooling(ABC):
@@ -195,10 +191,6 @@ class Pooling(ABC):
     @abstractmethod
     def add_gradients(self, sums_RD: Tensor, grads_nD: Tensor) -> None:
         """Adds the result of :meth:`gradients` to sums over micro-batches, in request order."""
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held, for stream bookkeeping."""
-        yield from ()
 
 
 @dataclass(frozen=True, kw_only=True)

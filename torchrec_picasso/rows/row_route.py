@@ -14,7 +14,7 @@ one more for several micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -211,12 +211,12 @@ class _Request(RouteRequest):
             wanted_order_n, served_order_n = order_n[:num_wanted], order_n[num_wanted:] - num_wanted
             numbers_by_fetch_n = self._served_n.index_select(0, served_order_n)
         homes_P = [storage.hot_homes for storage in self.route.storages]
-        touched_P = HotHomes.touched(homes_P, self._touched_P)
+        touched_P = HotHomes.find_own(homes_P, self._touched_P)
         rows_P = _by_pack(self._served_n, self._served_P)
         rows_by_fetch_P = _by_pack(numbers_by_fetch_n, self._served_P)
         packs: list[PackLayout] = []
         num_rows_M: list[int] = []
-        for matrix, own in enumerate(plan.matrices, first_matrix):
+        for matrix, own in enumerate(plan.matrices):
             start = 0  # packs of one matrix follow each other
             for p in range(num_packs)[own]:
                 incoming = _IncomingRows(
@@ -225,7 +225,7 @@ class _Request(RouteRequest):
                     row_numbers_by_fetch_n=rows_by_fetch_P[p],
                 )
                 pack = PackLayout(
-                    matrix=matrix,
+                    matrix=first_matrix + matrix,
                     start=start,
                     hot_slots=self._hot_P[p],
                     touched=touched_P[p],
@@ -324,9 +324,6 @@ class _RowPooling(Pooling):
         assert self.index.gradient_position_U is not None, "one micro-batch needs no sums"
         # A row that several micro-batches use is summed here, at its position in request order.
         sums_RD.index_add_(0, self.index.gradient_position_U, grads_nD)
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield from self.index.tensors()
 
 
 def _by_pack(values_n: Tensor, rows_P: Sequence[ExchangeSplits]) -> tuple[Tensor, ...]:

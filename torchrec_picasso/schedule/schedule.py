@@ -113,10 +113,11 @@ def training_schedule(
     the next. ``num_waves`` counts the waves of packs. ``forwards_first`` is that of
     :class:`Schedule`.
     """
-    following, waves = following or this, _waves(num_waves)
-    ahead, late_layout = _before_updates(following), []
-    if not following.lookahead:  # without fetch_clean, the layout can wait
-        late_layout, ahead = ahead[:1], ahead[1:]
+    following = following or this
+    waves = _waves(num_waves)
+    ahead = _before_updates(following)
+    # without fetch_clean, the layout can wait
+    late_layout = [] if following.lookahead else [ahead.pop(0)]
     *early, last = backward_order(this, forwards_first)
     forwards = _for_chunks("forward", THIS, this)
     # Chunk k's gradients are sent while the micro-batches that run after backward k compute.

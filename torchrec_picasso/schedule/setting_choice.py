@@ -108,8 +108,7 @@ class StepClock:
         if pg.size() > 1:
             times_s = times_s.to(self._device)
             dist.all_reduce(times_s, dist.ReduceOp.MAX, group=pg)
-        slowest: list[float] = times_s.tolist()
-        return slowest
+        return times_s.tolist()
 
 
 def candidates(

@@ -33,6 +33,7 @@ from torchrec_picasso._torchrec import (
 from torchrec_picasso.batches.members import made_like
 from torchrec_picasso.errors import CompatError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement, Flags
+from torchrec_picasso.ops.streams import tensors_in
 from torchrec_picasso.placement import SHARDING_TYPE_OF
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows, MicroBatchRows
@@ -91,13 +92,12 @@ class LaidOutFeatures(KeyedJaggedTensor):
         values = features.values().detach()
         values._row_layout = layout
         own = {"values": values, "offsets": features.offsets_or_none()}
-        laid_out: LaidOutFeatures = made_like(features, LaidOutFeatures, **own)
-        return laid_out
+        return made_like(features, LaidOutFeatures, **own)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Records ``stream`` on all tensors of the features and their layout."""
         super().record_stream(stream)
-        for tensor in layout_of(self).tensors():
+        for tensor in tensors_in(layout_of(self)):
             tensor.record_stream(stream)
 
 

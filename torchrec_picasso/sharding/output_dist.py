@@ -92,7 +92,8 @@ class _PoolArrivals(Function):
         ctx: Any, anchor: Tensor, rows: MicroBatchRows, *scales_M: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.sink, ctx.pooling_M = rows.sink, rows.pooling_M
-        ctx.matrices_M, pieces = [], list[Tensor]()
+        ctx.matrices_M = []
+        pieces: list[Tensor] = []
         # one matrix is pooled while the next one is still on its way
         each_matrix = zip(rows.arrive(), scales_M, rows.pooling_M, ctx.needs_input_grad[2:])
         for arrived, scales_N, pooling, needed in each_matrix:

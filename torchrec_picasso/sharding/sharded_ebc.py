@@ -79,8 +79,7 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
 
     def table_shardings(self) -> Sequence[Any]:
         """Returns TorchRec's shardings, one per sharding type."""
-        shardings: Sequence[Any] = self._embedding_shardings
-        return shardings
+        return self._embedding_shardings
 
     def with_shardings(self, positions: Sequence[int]) -> ShardedHotColdEmbeddingBagCollection:
         """Copies the module with a subset of its shardings; both modules share the rows."""

@@ -41,8 +41,7 @@ def _tracker_shared_with_copies(name: str) -> Any:
 
     # TorchRec sets trackers before and after the copy of a module; copies share the dictionary
     def trackers_of(module: HotColdModule) -> dict[str, Any]:
-        trackers: dict[str, Any] = vars(module).setdefault("_tracked", {})
-        return trackers
+        return vars(module).setdefault("_tracked", {})
 
     def read(module: HotColdModule) -> Callable[..., None] | None:
         return trackers_of(module).get(name)
@@ -175,8 +174,7 @@ class HotColdModule(ABC):
     def group(self) -> RowGroup:
         """The tables of a module whose tables are all hot/cold."""
         (sharding,) = self.table_shardings()
-        group: RowGroup = sharding.group
-        return group
+        return sharding.group
 
     def features_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Selects the features that the module looks up, in the order of its tables. Lengths of the

@@ -87,18 +87,18 @@ class HotHomes:
         return [HotHomes(rank_H[pack], own_row_H[pack], on_host_H[pack]) for pack in packs]
 
     @staticmethod
-    def touched(homes_P: Sequence[HotHomes], slots_P: Sequence[np.ndarray]) -> list[TouchedHot]:
-        """Finds which slots of each pack, int64 on the host, have their home rank here; one copy to
-        the device and no host sync."""
+    def find_own(homes_P: Sequence[HotHomes], slots_P: Sequence[np.ndarray]) -> list[TouchedHot]:
+        """Finds which of the touched slots of each pack, int64 on the host, have their home rank
+        here; one copy to the device and no host sync."""
         if not any(map(len, slots_P)):
             nothing = homes_P[0].own_row_H
             nothing = nothing[:0] if nothing.numel() else nothing
             return [TouchedHot(nothing, nothing, nothing) for _ in homes_P]
         pieces: list[np.ndarray] = []
         for homes, slots_t in zip(homes_P, slots_P):
-            row_t = homes.own_row_on_host_H[slots_t]
-            own_t = np.flatnonzero(row_t >= 0)
-            pieces += [slots_t, slots_t[own_t], row_t[own_t]]
+            row_t = homes.own_row_on_host_H[slots_t]  # -1 = another home rank
+            is_own_t = row_t >= 0
+            pieces += [slots_t, slots_t[is_own_t], row_t[is_own_t]]
         joined = torch.from_numpy(np.concatenate(pieces))
         on_device = joined.to(homes_P[0].own_row_H.device, non_blocking=True)
         found = iter(on_device.split(list(map(len, pieces))))

@@ -108,11 +108,11 @@ class HomesAndReplicas:
     @staticmethod
     def from_tables(tables: list[Tensor], layout: MemoryLayout) -> HomesAndReplicas:
         """Returns the views of home rows and replicas in one tensor per table of the TBE."""
-        homes, rest = tables[0][: layout.num_home_rows], tables[0][layout.num_home_rows :]
-        # One table holds home rows, then replicas; a padding row may follow, see
-        # MemoryLayout.tables.
-        replicas = tables[1] if layout.in_two_tables else rest[: layout.num_hot_rows]
-        return HomesAndReplicas(homes, replicas)
+        homes = tables[0][: layout.num_home_rows]
+        if layout.in_two_tables:
+            return HomesAndReplicas(homes, tables[1])
+        # Home rows, then replicas; a padding row may follow, see MemoryLayout.tables.
+        return HomesAndReplicas(homes, tables[0][layout.num_home_rows :][: layout.num_hot_rows])
 
     def versions(self) -> tuple[int, int]:
         """Counts of in-place writes; views of one tensor share one count."""
@@ -130,9 +130,11 @@ class RowTables(nn.Module):
         self._dim = config.embedding_tables[0].local_cols
         name = "+".join(table.name for table in config.embedding_tables)
         arguments = dict(config.fused_params or {})
-        on_host, has_hot = layout.homes == EmbeddingLocation.HOST, layout.num_hot_rows > 0
         self._row_update = row_update(
-            arguments, data_type=config.data_type, is_on_host=on_host, has_replicas=has_hot
+            arguments,
+            data_type=config.data_type,
+            is_on_host=layout.homes == EmbeddingLocation.HOST,
+            has_replicas=layout.num_hot_rows > 0,
         )
         optimizer = arguments.get("optimizer", EmbOptimType.EXACT_SGD)
         keeps_state_here = self._row_update is not None and optimizer in ONLY_HERE
@@ -238,7 +240,8 @@ class RowTables(nn.Module):
         if bags is not None:
             indices, (offsets, weights) = rows_n, bags
         else:
-            num_hot, in_two, weights = slots_t.numel(), self.layout.in_two_tables, None
+            weights = None
+            num_hot, in_two = slots_t.numel(), self.layout.in_two_tables
             num_home = len(grads_mD) - num_hot
             indices = rows_n.to(torch.int64)
             if num_hot:

@@ -60,8 +60,8 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         return self._optim
 
     def forward(self, features: Any) -> Tensor:
-        """Refuses a lookup: rows are fetched by ``gather`` and pooled where they are used."""
-        raise CompatError("HotColdKernel has no forward; HotColdLookup fetches its rows")
+        """Refuses a lookup: :class:`.BatchRows` fetches rows, and the asking rank pools them."""
+        raise CompatError("HotColdKernel has no forward; the sharded module fetches its rows")
 
     def split_embedding_weights(self) -> list[Tensor]:
         """Home rows of each table, views, shape ``(local_rows, D)``."""
@@ -74,7 +74,7 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
 
     def split_first_state(self) -> Iterator[Tensor]:
         """Yields the first per-row optimizer state of each table's home rows, as views. Yields
-        nothing for an optimizer without such a state. :meth:`flush` brings the state up to date."""
+        nothing for an optimizer without such a state. Call :meth:`flush` before."""
         for rows in list(self.rows.tables.row_states.values())[:1]:
             yield from self._home_slices(rows.homes)
 

@@ -62,8 +62,8 @@ class BatchQueue:
         self._id_stream = id_stream
         self._inflights: deque[InFlightBatch] = deque()
         self._operations: Operations  # from work_with() on
-        # of the plan; not known before the first step
-        self._num_waves, self._forwards_first = 1, True
+        self._num_waves = 1  # of the plan, as the next one: not known before the first step
+        self._forwards_first = True
         self._op: Op | str = ""
         self._led: set[Op] = set()  # operations that ran ahead of a step that has not begun
         self._num_changes = 0  # of the tables, when this pipeline last fetched rows
@@ -85,7 +85,8 @@ class BatchQueue:
 
     def work_with(self, operations: Operations) -> None:
         """Sets what runs the operations of schedules, and the model that they run."""
-        self._operations, pipelined = operations, operations.pipelined
+        self._operations = operations
+        pipelined = operations.pipelined
         self._feed.asks_ahead = has_stock_means(pipelined.plain.values()) or not pipelined.groups
         self._num_waves = pipelined.num_waves
         # a ratio needs the sums over all micro-batches before the first backward, as rows do
@@ -97,15 +98,15 @@ class BatchQueue:
 
     def begin(self, fetched: Fetched) -> None:
         """Puts the first batch in flight and fetches its rows. Collective."""
-        self._inflights.append(self._prepared(fetched))
+        self._inflights.append(self._new_inflight(fetched))
         try:
             self._fetch_rows()
         except BaseException:  # no step has begun: the next call fetches another batch
             self.clear()
             raise
 
-    def prepare_again(self) -> None:
-        """Prepares all batches again, by the current hot set and setting. Collective."""
+    def request_again(self) -> None:
+        """Requests rows of all batches again, by the current hot set and setting. Collective."""
         before = list(self._inflights)
         self._inflights.clear()
         self._led.clear()
@@ -113,8 +114,8 @@ class BatchQueue:
             for inflight in before:
                 context = self._feed.create_context()
                 context.postproc_fwd_results = inflight.context.postproc_fwd_results
-                known = inflight.has_data, inflight.refusal, inflight.prepared
-                again = self._prepared(Fetched(inflight.batch, context, *known))
+                facts = inflight.has_data, inflight.refusal, inflight.prepared
+                again = self._new_inflight(Fetched(inflight.batch, context, *facts))
                 again.full_outputs = inflight.full_outputs
                 self._add(again)
                 if again is self.first:
@@ -123,9 +124,9 @@ class BatchQueue:
     def read_batches(self, batches: Iterator[Any]) -> None:
         """Fetches batches until a step has all that it works on, or data has ended. Collective.
 
-        As in TorchRec's pipeline, gradients are cleared before the last of them is read: that
-        passes learning rates to FBGEMM, and may change the model. All ranks raise StopIteration,
-        and the step does not begin, if not all have a batch and all must.
+        As in TorchRec's pipeline, gradients are cleared before the last one is read: ``zero_grad``
+        passes learning rates to FBGEMM, and a user's own may change the model. All ranks raise
+        StopIteration, and the step does not begin, if not all have a batch and all must.
         """
         self._fetch_up_to(NUM_BATCHES - 1, batches)
         if self._model.training:
@@ -137,7 +138,7 @@ class BatchQueue:
             fetched = self._feed.following(self._pg, batches, self._inflights[-1].batch)
             if fetched is None:
                 return
-            self._add(self._prepared(fetched))
+            self._add(self._new_inflight(fetched))
 
     def run_step(self) -> None:
         """Runs the operations of a step. Collective.
@@ -145,8 +146,8 @@ class BatchQueue:
         Raises CompatError on all ranks, if a batch of any rank cannot be trained; and see
         :meth:`.MicroBatchPolicy.decide`.
         """
-        inflight, settings = self.first, [inflight.setting for inflight in self._inflights]
-        is_training = self._model.training
+        inflight, is_training = self.first, self._model.training
+        settings = [each.setting for each in self._inflights]
         if is_training:
             schedule = self.schedule(*settings)
         else:
@@ -154,7 +155,13 @@ class BatchQueue:
         self._policy.start_step()
         agreement = self._ask()
         with self._lifecycle.in_step():
-            self._lead(schedule)
+            # The operations at the head of the schedule are of later batches, need no answer of
+            # other ranks and change nothing of this batch or the model, so they run while the
+            # answer and the rows of this batch travel.
+            ahead = takewhile(lambda op: KINDS[op.kind].leads, schedule)
+            missing = [op for op in ahead if op not in self._led]
+            self._run(missing)
+            self._led.update(missing)
             flags = self._agreed(agreement)
             if flags.homes_written:
                 for each in inflight.groups:
@@ -231,17 +238,6 @@ class BatchQueue:
                 raise CompatError(agree_on(self._pg, device, own))
         return flags
 
-    def _lead(self, schedule: Iterable[Op]) -> None:
-        """Runs the operations at the head of a schedule, up to one that does not lead. Collective.
-
-        They are of later batches, need no answer of other ranks and change nothing of this batch or
-        the model, so they run while the answer to :meth:`_ask` and the rows of this batch travel.
-        """
-        ahead = takewhile(lambda op: KINDS[op.kind].leads, schedule)
-        missing = [op for op in ahead if op not in self._led]
-        self._run(missing)
-        self._led.update(missing)
-
     def _run(self, schedule: Iterable[Op]) -> None:
         """Runs the operations of a schedule on those of its batches that exist. Collective."""
         with self._lifecycle.in_step():
@@ -268,8 +264,8 @@ class BatchQueue:
         self._num_changes = self._pipelined.num_changes
         self._run(first_batch_schedule(self.first.setting, num_waves=self._num_waves))
 
-    def _prepared(self, fetched: Fetched) -> InFlightBatch:
-        """Prepares a batch by the current setting. A batch that cannot be trained is refused on all
+    def _new_inflight(self, fetched: Fetched) -> InFlightBatch:
+        """Splits a batch by the current setting. A batch that cannot be trained is refused on all
         ranks before the step; until then the batch before stands in for it."""
         setting = self._policy.current
         if not self._model.training:  # evaluation is never split
@@ -278,9 +274,10 @@ class BatchQueue:
             return self._split(fetched, setting)
         except CompatError as refusal:
             if not self._inflights:  # all ranks agree before an operation needs the batch
-                whole: dict[str, Any] = {"sizes_K": [0], "micro_batches_K": [fetched.batch]}
                 refused = vars(replace(fetched, refusal=refusal))
-                return InFlightBatch(**refused, setting=setting, **whole)
+                return InFlightBatch(
+                    **refused, setting=setting, sizes_K=[0], micro_batches_K=[fetched.batch]
+                )
             before = self._inflights[-1].batch
             stand_in = Fetched(before, self._feed.create_context(), refusal=refusal)
             return self._split(stand_in, setting)

@@ -271,7 +271,7 @@ class CutEvidence:
             for k in range(len(cut.pieces_K)):
                 self._give(given, cut, k)
                 part_of = partial(cut.joined, index=k)
-                with self.pipelined.postprocs.for_part(context, cut.sizes, part_of):
+                with self.pipelined.postprocs_for_part(context, cut.sizes, part_of):
                     losses, output = self._forward(model, cut.joined(pieces, k))
                 losses_K[k] = program.losses.checked(losses)
                 outputs.append(output)

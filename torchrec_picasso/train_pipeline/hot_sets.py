@@ -78,7 +78,7 @@ class HotSets:
 
     def end_step(self) -> None:
         """Ends a training step; a refresh may follow. Collective. All ranks raise PicassoError if a
-        replica differs from its owned row."""
+        replica differs from its home row."""
         self._num_steps += 1
         if self._verify_every is not None and self._num_steps % self._verify_every == 0:
             for group in self._groups:

@@ -38,6 +38,7 @@ class ModelRun:
     """A forward and a backward of the model, of a micro-batch or of the whole batch."""
 
     number: int
+    """Position among the runs of the batch."""
     forward_at: int
     """Micro-batch at whose forward in the schedule it runs forward."""
     backward_at: int
@@ -159,8 +160,7 @@ class InFlightBatch(Fetched):
             return None
         if name not in self.full_outputs:
             self._keep_full(name, module.weights(group_batch.rows, number))
-        weights: Tensor = self.full_outputs[name].part([self.num_samples], 0)
-        return weights
+        return self.full_outputs[name].part([self.num_samples], 0)
 
     def _keep_full(self, name: str, output: Any) -> None:
         """Keeps a full-batch output. If any rank may run several backwards, that of the output runs
@@ -185,7 +185,7 @@ class InFlightBatch(Fetched):
             for number, name in enumerate(group_batch.group.modules):
                 self._weights_of(group_batch, name, number)  # once, with their graph
                 with torch.no_grad():
-                    acquired = self.acquire(self.filled, group_batch, name, number, False)
+                    acquired = self.acquire(self.filled, group_batch, name, number, trains=False)
                     whole = group_batch.group.output(name, acquired).wait()
                 outputs[name] = FullBatchOutput(whole, name, always_leaves=True)
         return outputs

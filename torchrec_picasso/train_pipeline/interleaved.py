@@ -165,8 +165,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._stock = StockSteps.find(model, self._options, self._device, self._execute_all_batches)
         asked = self._options.num_micro_batches if self._stock is None else 1
         self._policy = MicroBatchPolicy(asked, self._options.lookahead, self._device)
-        parts = self._feed, self._options, self._policy, self._lifecycle, self._id_stream
-        self._queue = BatchQueue(model, *parts)
+        self._queue = BatchQueue(
+            model, self._feed, self._options, self._policy, self._lifecycle, self._id_stream
+        )
         self._pipelined: PipelinedModel | None = None
         if self._stock is not None:
             self._model_fwd = self._stock.forward
@@ -232,13 +233,15 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             PeerError: If another rank failed, with its message, or does not answer.
             PicassoError: If the step before did not end; see :meth:`reset`.
         """
-        is_training, step, queue = self._model.training, self._batch_count, self._queue
+        is_training = self._model.training
+        step, queue = self._batch_count, self._queue
         naming_ranks = queue.peers.propagate_errors(lambda: f"step {step}, {queue.doing}")
         try:
             with naming_ranks, self._watch.measuring(), explained_tracing():
                 if self._stock is not None:
                     output: Out = super().progress(self._stock.batches(dataloader_iter, self))
-                    num_samples, groups = self._stock.end_step(self), list[GroupBatch]()
+                    num_samples = self._stock.end_step(self)
+                    groups: list[GroupBatch] = []
                 else:
                     inflight = self._take_step(dataloader_iter)
                     num_samples, groups = inflight.num_samples, inflight.groups
@@ -264,7 +267,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         fetched = None
         if not queue:
             fetched = self._feed.first(process_group_of(self._model), dataloader_iter)
-        if self._lifecycle.state is State.NEW:
+        if self._lifecycle.state is State.NEW:  # a model is examined by its first batch
             first = fetched or queue.first
             self._take_over(first.batch, first.context)
         if fetched is not None:
@@ -273,7 +276,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         assert self._pipelined is not None
         self._pipelined.check_forwards()
         if self._hot_sets.have_changed():  # batches in flight have layouts of an older hot set
-            queue.prepare_again()
+            queue.request_again()
         queue.read_batches(dataloader_iter)
         with named_range(STEP_RANGE, self._batch_count):
             queue.run_step()
@@ -361,24 +364,34 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._pipelined_modules = found.pipelined
         self._original_forwards = found.original_forwards
         self._pipelined_postprocs = found.postproc_modules
-        before = (
-            self._pipelined if self._queue else None
-        )  # batches in flight were read by its facts
-        known = None if before is None else before.first_batch
+        # batches in flight were read by the facts of the first batch
+        known = self._pipelined.first_batch if self._queue and self._pipelined else None
         found.examine_first_batch(batch, context, known)
-        program = _program_of(self, zero_grad=lambda: self._optimizer.zero_grad())
+        program = self._program()
+        evidence = CutEvidence(program, type(self), self._injected, found, self._options)
         try:
-            self._policy.begin(
-                CutEvidence(program, type(self), self._injected, found, self._options)
-            )
+            self._policy.begin(evidence)
         except CompatError:
             self.detach()
             raise
         found.join_splits()
         self._hot_sets.take(found.groups)
         self._queue.work_with(Operations(program, found, self._id_stream))
-        self._pipelined, self._regroups = found, replace_regroups(found.inner, self._device)
+        self._pipelined = found
+        self._regroups = replace_regroups(found.inner, self._device)
         self._lifecycle.change_to(State.ATTACHED)
+
+    def _program(self) -> Program:
+        """Collects the functions of the pipeline's user; each is looked up when it is called."""
+        return Program(
+            model=self._model,
+            forward=self._options.custom_model_fwd or (lambda batch: self._model(batch)),
+            backward=lambda losses: self._backward(losses),
+            step=lambda: self._optimizer_step(),
+            zero_grad=lambda: self._optimizer.zero_grad(),
+            wait_plain=self.wait_sparse_data_dist,
+            losses=Losses(self._options.loss_reduction),
+        )
 
     def summary(self) -> str:
         """Describes how each sharded module is run, after a step, and the setting, line by line."""
@@ -386,18 +399,3 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             return "no table is hot/cold: a step is that of TorchRec's TrainPipelineSparseDist"
         lines = [] if self._pipelined is None else self._pipelined.lines()
         return "\n".join([*lines, str(self._policy)])
-
-
-def _program_of(
-    pipeline: InterleavedTrainPipeline[Any, Any], zero_grad: Callable[[], None]
-) -> Program:
-    """Collects a pipeline's functions; each is looked up when it is called."""
-    return Program(
-        model=pipeline._model,
-        forward=pipeline._options.custom_model_fwd or (lambda batch: pipeline._model(batch)),
-        backward=lambda losses: pipeline._backward(losses),
-        step=lambda: pipeline._optimizer_step(),
-        zero_grad=zero_grad,
-        wait_plain=pipeline.wait_sparse_data_dist,
-        losses=Losses(pipeline._options.loss_reduction),
-    )

@@ -32,12 +32,12 @@ from torchrec_picasso.train_pipeline.variable_batch import (
 
 class ModuleGroup:
     """Sharded modules whose exchange a schedule drives as one, in the order of their rows.
-    ``is_odd`` modules have variable-batch (VBE) features; their batch is never split."""
+    ``is_vbe`` modules have variable-batch (VBE) features; their batch is never split."""
 
-    def __init__(self, modules: Mapping[str, ScheduledModule], *, is_odd: bool = False) -> None:
+    def __init__(self, modules: Mapping[str, ScheduledModule], *, is_vbe: bool = False) -> None:
         self.modules = dict(modules)
         self.row_group = RowGroup.merged([module.group for module in modules.values()])
-        self._is_odd = is_odd
+        self._is_vbe = is_vbe
 
     def check(self, features_of: Mapping[str, KeyedJaggedTensor]) -> None:
         """Refuses what no header reports to other ranks: they must agree on it before the request.
@@ -49,7 +49,7 @@ class ModuleGroup:
             features = features_of[name]
             self.row_group.check(features)
             weighted[is_weighted(module, features.weights_or_none() is not None)].append(name)
-            if self._is_odd:
+            if self._is_vbe:
                 check_inverse_indices(features)
         if all(weighted.values()):
             raise CompatError(
@@ -71,7 +71,7 @@ class ModuleGroup:
         pairs = zip(self.modules.values(), validated)
         by_module = [module.features_of(features) for module, features in pairs]
         sizes: Sequence[int] | None = sizes_K
-        if self._is_odd:  # VBE rows belong to no micro-batch
+        if self._is_vbe:  # VBE rows belong to no micro-batch
             by_module, sizes = list(map(VariableBatchFeatures.pad, by_module, validated)), None
         ids = None if prepared is None else prepared.ids_of.get(tuple(self.modules))
         with torch.no_grad():
@@ -83,7 +83,7 @@ class ModuleGroup:
         """Computes a module's output from the rows and numbers of samples of micro-batches."""
         self.row_group.check_unwritten()
         module = self.modules[name]
-        compute = partial(spread, module) if self._is_odd else module.output
+        compute = partial(spread, module) if self._is_vbe else module.output
         outputs = [compute(rows) for rows, _ in acquired]
         if len(outputs) == 1:
             return outputs[0]
@@ -105,13 +105,13 @@ def peers_of(name: str, module: ScheduledModule) -> tuple[Any, ...]:
 
 
 def group_modules(
-    modules: Mapping[str, ScheduledModule], weighted: Collection[str], odd: Collection[str] = ()
+    modules: Mapping[str, ScheduledModule], weighted: Collection[str], vbe: Collection[str] = ()
 ) -> list[ModuleGroup]:
     """Groups the modules that can travel together, in the order in which the model calls them. The
-    input of ``weighted`` modules has per-sample weights; ``odd`` ones have VBE features."""
+    input of ``weighted`` modules has per-sample weights; ``vbe`` ones have VBE features."""
     alike: dict[Any, dict[str, ScheduledModule]] = {}
     # All ranks build the same keys.
     for name, module in modules.items():
-        key = (name in odd, *peers_of(name, module), is_weighted(module, name in weighted))
+        key = (name in vbe, *peers_of(name, module), is_weighted(module, name in weighted))
         alike.setdefault(key, {})[name] = module
-    return [ModuleGroup(group, is_odd=is_odd) for (is_odd, *_), group in alike.items()]
+    return [ModuleGroup(group, is_vbe=is_vbe) for (is_vbe, *_), group in alike.items()]

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torchrec_picasso._torchrec import TrainPipelineContext
 from torchrec_picasso.batches.feed import IdStream
 from torchrec_picasso.exchange.waiting import note_all_reduce
+from torchrec_picasso.ops.streams import tensors_in
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.schedule.kinds import KINDS
@@ -94,11 +94,13 @@ class Operations:
                 getattr(self, f"_{op.kind}")(inflight, **given)
         # the layout is the last result of the ids' stream that other streams read
         if op.kind == "lay_out":
-            tensors = chain.from_iterable(each.rows.layout.tensors() for each in inflight.groups)
-            self._id_stream.hand_over([inflight.batch, *inflight.micro_batches_K], tensors)
+            layouts = [each.rows.layout for each in inflight.groups]
+            batches = [inflight.batch, *inflight.micro_batches_K]
+            self._id_stream.hand_over(batches, tensors_in(layouts))
 
     def _send_header(self, inflight: InFlightBatch) -> None:
-        """Starts the header exchanges, and the input dists of plain modules."""
+        """Starts a :class:`.RowRequest` of each module group, and the input dists of plain modules;
+        a request begins with its header."""
         for group in self.pipelined.groups:
             features_of, prepared = inflight.features_of, inflight.prepared
             request = group.request(features_of, inflight.sizes_K, inflight.has_data, prepared)
@@ -109,7 +111,7 @@ class Operations:
             self.pipelined.start_plain(inflight)
 
     def _send_row_numbers(self, inflight: InFlightBatch) -> None:
-        """Waits for the headers and sends ids; learns whether the data of all ranks has ended."""
+        """Waits for the headers and sends row numbers; learns whether all ranks' data has ended."""
         go_on = [each.request.send_row_numbers() for each in inflight.groups]
         if self.pipelined.plain:
             self.program.wait_plain(inflight.context)
@@ -119,7 +121,7 @@ class Operations:
             for request in inflight.context.input_dist_tensors_requests.values():
                 request.wait()
 
-    # waits for the ids; then home ranks know the requested rows
+    # waits for the row numbers; then home ranks know the requested rows
     _receive_row_numbers = _for_each_group(lambda each: each.request.receive_row_numbers)
     # starts to fetch the rows that the batch before does not update
     _fetch_clean = _for_each_group(lambda each: each.rows.fetch_clean)
@@ -155,9 +157,10 @@ class Operations:
         if run is None:
             return
         for each in inflight.groups:
-            # The model calls the module later; the call waits for the rows of its micro-batch.
+            # The model calls the module later; the call waits for the rows of its micro-batch
+            # (InterleavedForward in rewrite.py, then sharding/output_dist.py).
             for number, (name, module) in enumerate(each.group.modules.items()):
-                acquired = inflight.acquire(run.micro_batches, each, name, number, True)
+                acquired = inflight.acquire(run.micro_batches, each, name, number, trains=True)
                 module.forward.set_compute(partial(each.group.output, name, acquired))
         inflight.compute_full_outputs(self.pipelined.plain)
         sizes = [each.num_samples for each in runs]
@@ -167,7 +170,7 @@ class Operations:
         is_one = inflight.is_one_backward
         reducing = nullcontext() if is_one else without_reduction(self.program.model)
         part_of = itemgetter(run.number)
-        with reducing, self.pipelined.postprocs.for_part(inflight.context, sizes, part_of):
+        with reducing, self.pipelined.postprocs_for_part(inflight.context, sizes, part_of):
             losses, output = self.program.forward(run.batch)
         inflight.outputs_K[index] = output
         if self.program.model.training:  # in evaluation losses may have any form

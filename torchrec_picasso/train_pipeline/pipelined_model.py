@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -19,9 +20,10 @@ from torchrec_picasso._torchrec import (
     override_input_dist_forwards,
     rewrite_model,
     start_data_dist,
+    use_context_for_postprocs,
 )
 from torchrec_picasso.batches.feed import IdStream
-from torchrec_picasso.batches.split import SPLIT_ADVICE, count_samples
+from torchrec_picasso.batches.split import SPLIT_ADVICE, count_samples, split_output
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.proof.dense_part import without_a_trace
@@ -37,9 +39,9 @@ from torchrec_picasso.train_pipeline.model_parts import (
 )
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup, group_modules
 from torchrec_picasso.train_pipeline.preparation import Preparation
-from torchrec_picasso.train_pipeline.rewrite import InterleavedForward, Postprocs, explained_tracing
+from torchrec_picasso.train_pipeline.rewrite import InterleavedForward, explained_tracing
 
-_ODD_BATCH = (
+_VBE_BATCH = (
     "its KeyedJaggedTensor has a batch size per feature (variable batch), or another one than the "
     "batch"
 )
@@ -49,7 +51,7 @@ _ODD_BATCH = (
 class FirstBatchFacts:
     """Facts about the first batch, equal on all ranks."""
 
-    odd: Collection[str] = ()
+    vbe: Collection[str] = ()
     """Modules with variable-batch (VBE) features."""
     num_samples: int = 0
     """Samples of the largest batch of a rank."""
@@ -100,7 +102,6 @@ class PipelinedModel:
         for name, module in self._named:
             self._take(name, module)
         self._unpipelined = unpipelined_modules(self.inner, self.pipelined, changed)
-        self.postprocs = Postprocs(self.postproc_modules)
         self._id_stream = id_stream
         self.first_batch = FirstBatchFacts()
         """Facts about the first batch; set by :meth:`examine_first_batch`."""
@@ -157,11 +158,11 @@ class PipelinedModel:
         CompatError, on this rank alone, if features cannot be served, or have their own batch sizes
         (VBE), unlike those of the first batch.
         """
-        features_of, num_samples, odd = self._examined(batch, context)
-        for name in odd:
-            if name not in self.first_batch.odd:
+        features_of, num_samples, vbe = self._examined(batch, context)
+        for name in vbe:
+            if name not in self.first_batch.vbe:
                 raise CompatError(
-                    f"{name}: {_ODD_BATCH}, and the first batch had not; give the pipeline such a "
+                    f"{name}: {_VBE_BATCH}, and the first batch had not; give the pipeline such a "
                     "batch first, or use TorchRec's TrainPipelineSparseDist"
                 )
         for group in self.groups:
@@ -171,10 +172,10 @@ class PipelinedModel:
     def _examined(
         self, batch: Any, context: TrainPipelineContext
     ) -> tuple[Mapping[str, KeyedJaggedTensor], int, list[str]]:
-        """Finds the modules' features, the number of samples (1 if unknown), and odd modules. These
-        have another number of samples, or a batch size per feature (VBE)."""
+        """Finds the modules' features, the number of samples (1 if unknown), and VBE modules, whose
+        features have another number of samples, or a batch size each."""
         features_of = {}
-        with self.postprocs.for_batch(context):
+        with use_context_for_postprocs(self.postproc_modules, context):
             for name, module in self.interleaved.items():
                 args, kwargs = module.forward.args.build_args_kwargs(batch)
                 features_of[name] = maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
@@ -184,8 +185,8 @@ class PipelinedModel:
         }
         counts = (count_samples(batch), *strides.values())
         num_samples = next((count for count in counts if count is not None), 1)
-        odd = [name for name, stride in strides.items() if stride != num_samples]
-        return features_of, num_samples, odd
+        vbe = [name for name, stride in strides.items() if stride != num_samples]
+        return features_of, num_samples, vbe
 
     def release(self, model: nn.Module) -> None:
         """Restores the model's own forwards."""
@@ -216,17 +217,17 @@ class PipelinedModel:
         Collective, unless the facts are known: those of the batches in flight."""
         self.first_batch = known or self._collected(batch, context)
         self.groups = group_modules(
-            self.interleaved, self.first_batch.weighted, self.first_batch.odd
+            self.interleaved, self.first_batch.weighted, self.first_batch.vbe
         )
 
     def _collected(self, batch: Any, context: TrainPipelineContext) -> FirstBatchFacts:
         """Collects the facts about all ranks' first batches. Collective."""
         with self._id_stream.working():
             self._id_stream.take_batch(batch)
-            features_of, num_samples, odd = self._examined(batch, context)
+            features_of, num_samples, vbe = self._examined(batch, context)
             # one vector for one all-reduce: a flag per module (VBE), a flag per module (weights),
             # samples, and a flag for a batch without countable samples; the maximum joins each
-            own = [int(name in odd) for name in features_of]
+            own = [int(name in vbe) for name in features_of]
             own += [int(each.weights_or_none() is not None) for each in features_of.values()]
             own += [num_samples, int(count_samples(batch) is None)]
             most = torch.tensor(own, device=self.device)
@@ -238,7 +239,7 @@ class PipelinedModel:
         why_whole = None
         if names:
             why_whole = (
-                f"{', '.join(names)}: {_ODD_BATCH}, so samples cannot be cut into micro-batches; "
+                f"{', '.join(names)}: {_VBE_BATCH}, so samples cannot be cut into micro-batches; "
                 "use num_micro_batches=1, or the same batch size for all features"
             )
         elif is_uncounted:
@@ -255,9 +256,25 @@ class PipelinedModel:
 
     def start_plain(self, inflight: InFlightBatch) -> None:
         """Starts the input dists of the plain modules, on the ids' stream. Collective."""
-        with self.postprocs.for_batch(inflight.context):
+        with use_context_for_postprocs(self.postproc_modules, inflight.context):
             start_data_dist(list(self.plain.values()), inflight.batch, inflight.context)
         self.join_splits()
+
+    def postprocs_for_part(
+        self,
+        context: TrainPipelineContext,
+        sizes: Sequence[int],
+        part_of: Callable[[Sequence[Any]], Any],
+    ) -> AbstractContextManager[None]:
+        """In this context, modules that run ahead of the model ("postprocs") return a micro-batch's
+        part of their result for the batch. ``part_of`` makes it from pieces of these sizes."""
+        if self.postproc_modules and len(sizes) > 1:
+            part = TrainPipelineContext(index=context.index, version=context.version)
+            for name, result in context.postproc_fwd_results.items():
+                source = f"{name} is run ahead of the model (pipeline_postproc=True) and gives"
+                part.postproc_fwd_results[name] = part_of(split_output(result, sizes, source))
+            context = part
+        return use_context_for_postprocs(self.postproc_modules, context)
 
     def join_splits(self) -> None:
         """Makes the splits of TorchRec's input dists travel in one message, once these exist."""

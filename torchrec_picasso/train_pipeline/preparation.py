@@ -1,6 +1,6 @@
 """Reads the ids of batches in a data loader, as far as the plan alone decides.
 
-Checks, packing and the sort of a batch's ids need no other rank, no row and no hot set, so the
+Checks, linear ids and the sort of a batch need no other rank, no row and no hot set, so the
 workers of a ``DataLoader`` may do them, in processes of their own. The step then has the same
 tensors that it would have computed.
 """
@@ -133,7 +133,7 @@ class Preparation:
                 reader = IdReader(IdSpace.build(tables, _CPU), PackPlan.build(tables, _CPU))
             self._readers[names] = reader, tables
         reader, tables = self._readers[names]
-        if reader is None or any(map(_is_odd, features_of)):
+        if reader is None or any(map(_is_left_out, features_of)):
             return None
         by_module = []
         for number, features in enumerate(features_of):
@@ -151,6 +151,6 @@ class Preparation:
         return {}
 
 
-def _is_odd(features: KeyedJaggedTensor) -> bool:
+def _is_left_out(features: KeyedJaggedTensor) -> bool:
     """Whether the step has to read the features: they have their own batch sizes, or are bad."""
     return features.variable_stride_per_key() or length_error(features) is not None

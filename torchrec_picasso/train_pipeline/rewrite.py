@@ -6,7 +6,7 @@ module that contains tables on proxies. Then they replace the forwards of
 - sharded modules: here by :class:`InterleavedForward`;
 - with ``pipeline_postproc=True``, modules without parameters that transform features between the
   batch and a table ("postprocs"). They run once, when ids are exchanged, and later return the same
-  result to the model; :class:`Postprocs` gives a micro-batch its part of that result.
+  result to the model; a micro-batch gets its part of that result.
 
 On the CPU this package also replaces the forward of ``KTRegroupAsDict``, which regroups pooled
 columns for their consumers: FBGEMM's operator behind it takes tens of times as long as a copy, with
@@ -23,7 +23,7 @@ import inspect
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,7 @@ from torchrec.distributed.types import LazyAwaitable, LazyNoWait
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from torchrec_picasso._torchrec import (
-    PipelinedForward,
-    PipelinedPostproc,
-    TrainPipelineContext,
-    use_context_for_postprocs,
-)
-from torchrec_picasso.batches.split import split_output
+from torchrec_picasso._torchrec import PipelinedForward
 from torchrec_picasso.errors import CompatError
 
 
@@ -95,34 +89,6 @@ class InterleavedForward(PipelinedForward):
                 "another pipeline"
             )
         return compute()
-
-
-class Postprocs:
-    """Sets the context that the postprocs found by TorchRec's rewrite read and write."""
-
-    def __init__(self, modules: Sequence[PipelinedPostproc]) -> None:
-        self._modules = list(modules)
-
-    def for_batch(self, context: TrainPipelineContext) -> AbstractContextManager[None]:
-        """In this context, postprocs run for a batch, or return their result for it."""
-        found: AbstractContextManager[None] = use_context_for_postprocs(self._modules, context)
-        return found
-
-    def for_part(
-        self,
-        context: TrainPipelineContext,
-        sizes: Sequence[int],
-        part_of: Callable[[Sequence[Any]], Any],
-    ) -> AbstractContextManager[None]:
-        """In this context, postprocs return a micro-batch's part of their result for the batch.
-        ``part_of`` makes it from the pieces of the result, which have these sizes."""
-        if self._modules and len(sizes) > 1:
-            part = TrainPipelineContext(index=context.index, version=context.version)
-            for name, result in context.postproc_fwd_results.items():
-                source = f"{name} is run ahead of the model (pipeline_postproc=True) and gives"
-                part.postproc_fwd_results[name] = part_of(split_output(result, sizes, source))
-            context = part
-        return self.for_batch(context)
 
 
 _TRACER = torch.fx.Tracer.trace.__code__

@@ -4,8 +4,10 @@ Nothing of such a model can be interleaved, so its step is TorchRec's, operator 
 it remain what users of the pipeline rely on: ranks may have different numbers of batches, losses
 may be a ratio, and steps are reported.
 
-The input dist of TorchRec's tables tells every rank the batch size of all ranks, so the end of all
-data costs nothing: only a batch that may have no samples anywhere makes ranks ask each other.
+TorchRec's pipeline stops a rank at the end of its data, and the others would wait for it forever.
+Here it goes on with empty batches. The input dist of TorchRec's tables tells every rank the batch
+size of all ranks, so the end of all data costs nothing: only a batch that may have no samples
+anywhere makes ranks ask each other.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.batches.feed import find_data
+from torchrec_picasso.batches.feed import empty_batch, find_data, share_empty_batch
 from torchrec_picasso.batches.split import count_samples
-from torchrec_picasso.batches.until_all_end import UntilAllEnd
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.exchange.agreement import Agreement
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.data_parallel import no_gradients, note_reduction
 from torchrec_picasso.train_pipeline.losses import Losses
@@ -38,8 +42,13 @@ _BATCHES = 3
 """In flight in the middle of a step of TorchRec's pipeline."""
 
 
-class StockSteps:
-    """Gives TorchRec's pipeline batches until the data of all ranks has ended, and a forward."""
+class StockSteps(Iterator[Any]):
+    """Gives TorchRec's pipeline batches until the data of all ranks has ended, and a forward.
+
+    As an iterator it yields this rank's batches, on the host, and after the last one empty ones.
+    Collective: all ranks ask for batches equally often. The first batch costs 16 bytes to each
+    rank. Unless all batches are to be executed, all ranks stop as soon as one has none.
+    """
 
     def __init__(
         self, model: nn.Module, options: PipelineOptions, device: torch.device, executes_all: bool
@@ -51,6 +60,10 @@ class StockSteps:
         self._are_data: deque[bool] = deque()
         """Whether each batch in flight is this rank's data, or an empty one after its end."""
         self._num_samples = 0
+        self._source: Iterator[Any] | None = None
+        self._has_ended = False  # the source, which is not asked again
+        self._own: deque[Any] = deque()  # batches of this rank that were read
+        self._last: Any = None
 
     @classmethod
     def find(cls, model: nn.Module, *arguments: Any) -> StockSteps | None:
@@ -61,42 +74,93 @@ class StockSteps:
             return None
         return cls(model, *arguments)
 
+    @property
+    def _pg(self) -> dist.ProcessGroup:
+        return process_group_of(self._model)
+
     @cached_property
-    def _batches(self) -> UntilAllEnd:
-        return UntilAllEnd(
-            process_group_of(self._model),
-            self._device,
-            self._options.split,
-            self._execute_all_batches,
-            # TorchRec has no means of no samples
-            asks_ahead=has_stock_means([self._model]),
-            are_data=self._are_data,
-        )
+    def _asks_ahead(self) -> bool:
+        """Whether ranks tell each other of every batch, at the cost of the first, so that none is
+        empty on all ranks. Set to true if a rank's batch cannot be cut to no samples."""
+        # TorchRec has no means of no samples
+        has_means = has_stock_means([self._model])
+        return has_means or not self._execute_all_batches or self._pg.size() == 1
 
     def batches(
         self, batches: Iterator[Any], pipeline: TrainPipelineSparseDist[Any, Any]
     ) -> Iterator[Any]:
-        """Returns the batches of a step, with empty ones after them. Collective."""
+        """Returns the batches of a step, with empty ones after them. Collective.
+
+        They are read first: an error of the data loses nothing, since no operation of the step has
+        begun.
+        """
         in_flight = len(pipeline.batches)
         while len(self._are_data) > in_flight:
             self._are_data.pop()  # of a batch that could not be copied to the device
-        self._batches.read(batches, _BATCHES - in_flight, is_first=not in_flight)
+        if batches is not self._source:
+            self._source, self._has_ended = batches, False
+        while len(self._own) < _BATCHES - in_flight and not self._has_ended:
+            batch = next(batches, None)
+            self._has_ended = batch is None
+            self._own += [] if batch is None else [batch]
+        if not in_flight:
+            self._last = None
         if in_flight == 1:
-            pipeline.enqueue_batch(chain(self._batches))  # a step begins with two batches
-        return chain(self._batches)  # a new object, or TorchRec asks no more after StopIteration
+            pipeline.enqueue_batch(chain(self))  # a step begins with two batches
+        return chain(self)  # a new object, or TorchRec asks no more after StopIteration
+
+    def __next__(self) -> Any:
+        """Returns the next batch, maybe an empty one.
+
+        Raises StopIteration on all ranks at once; CompatError if a rank needs an empty batch and a
+        batch cannot be split.
+        """
+        own = self._own.popleft() if self._own else None
+        is_data = own is not None
+        if self._last is None or self._asks_ahead:
+            own = self._agreed(own)
+        elif own is None:
+            own = empty_batch(self._last, self._options.split)
+        self._last = own
+        self._are_data.append(is_data)
+        return own
+
+    def _agreed(self, own: Any) -> Any:
+        """Returns the batch, or an empty one if only other ranks have data. Collective."""
+        asks_ahead = self._asks_ahead or (own is not None and not self._can_be_cut(own))
+        told = Agreement(self._pg, self._device, [own is not None, asks_ahead]).wait()
+        have_data_W, asks_W = zip(*told)
+        self._asks_ahead = any(asks_W)
+        if not any(have_data_W) or not (all(have_data_W) or self._execute_all_batches):
+            self._own.extendleft([] if own is None else [own])
+            raise StopIteration
+        split = self._options.split
+        if self._last is None and not all(have_data_W):
+            # a rank without any batch so far has nothing to make an empty batch from
+            source = have_data_W.index(True)
+            empty = share_empty_batch(self._pg, self._device, source, own, split)
+            return empty if own is None else own
+        return empty_batch(self._last, split) if own is None else own
+
+    def _can_be_cut(self, batch: Any) -> bool:
+        try:
+            empty_batch(batch, self._options.split)
+        except CompatError:
+            return False
+        return True
 
     def ask_data_again(self) -> None:
         """Lets the next step read an iterator that has ended."""
-        self._batches.has_ended = False
+        self._has_ended = False
 
     def _is_over(self, context: TrainPipelineContext) -> bool:
         """Whether the next batch in flight is no rank's data. Collective."""
-        if self._batches.asks_ahead:
+        if self._asks_ahead:
             return False
         sizes_W = _batch_sizes(context)
-        if len(sizes_W) == process_group_of(self._model).size() and any(sizes_W):
+        if len(sizes_W) == self._pg.size() and any(sizes_W):
             return False
-        source, _ = find_data(process_group_of(self._model), self._device, self._are_data[0])
+        source, _ = find_data(self._pg, self._device, self._are_data[0])
         return source is None
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
@@ -131,7 +195,9 @@ class StockSteps:
 
     def forget(self) -> None:
         """Drops batches that were read, and what is known of those in flight."""
-        self.__dict__.pop("_batches", None)
+        self.__dict__.pop("_asks_ahead", None)
+        self._source, self._has_ended, self._last = None, False, None
+        self._own.clear()
         self._are_data.clear()
 
 

@@ -7,8 +7,7 @@ is then expanded to the samples. Autograd sums the gradients of all samples with
 
 TorchRec's own expansion is exact for bags; sequences are expanded in ``sharding/sharded_ec.py``.
 
-The samples of such features cannot be split, so the batch stays whole. The code calls VBE features
-"odd".
+The samples of such features cannot be split, so the batch stays whole.
 
 Shape letters: B samples, D dim, F features, N lookups.
 """
@@ -51,7 +50,7 @@ class VariableBatchFeatures(KeyedJaggedTensor):
             if order != list(range(len(names))):  # (F, B) of these features, in their order
                 index = torch.tensor(order, device=row_of_sample_FB.device)
                 row_of_sample_FB = row_of_sample_FB.index_select(0, index)
-        odd = VariableBatchFeatures(
+        vbe = VariableBatchFeatures(
             keys=features.keys(),
             values=features.values(),
             weights=features.weights_or_none(),
@@ -59,8 +58,8 @@ class VariableBatchFeatures(KeyedJaggedTensor):
             offsets=features.offsets_or_none(),
             stride_per_key_per_rank=[[stride] for stride in features.stride_per_key()],
         )
-        odd.row_of_sample_FB = row_of_sample_FB
-        return odd
+        vbe.row_of_sample_FB = row_of_sample_FB
+        return vbe
 
 
 def check_inverse_indices(given: KeyedJaggedTensor) -> None:
