@@ -95,7 +95,9 @@ class Operations:
         # the layout is the last result of the ids' stream that other streams read
         if op.kind == "lay_out":
             tensors = chain.from_iterable(each.rows.layout.tensors() for each in inflight.groups)
-            self._id_stream.hand_over([inflight.batch, *inflight.micro_batches_K], tensors)
+            ahead = self.pipelined.made_ahead.tensors(inflight.context)
+            batches = inflight.batch, *inflight.micro_batches_K
+            self._id_stream.hand_over(batches, chain(ahead, tensors))
 
     def _send_header(self, inflight: InFlightBatch) -> None:
         """Starts the header exchanges, and the input dists of plain modules."""
@@ -166,8 +168,10 @@ class Operations:
         # with several micro-batches, DDP reduces only in the last backward
         is_one = inflight.is_one_backward
         reducing = nullcontext() if is_one else without_reduction(self.program.model)
-        part_of = itemgetter(run.number)
-        with reducing, self.pipelined.postprocs.for_part(inflight.context, sizes, part_of):
+        part_of, context = itemgetter(run.number), inflight.context
+        parts = self.pipelined.postprocs.for_part(context, sizes, part_of)
+        made = self.pipelined.made_ahead.in_forward(context, is_whole=len(sizes) == 1)
+        with reducing, parts, made:
             losses, output = self.program.forward(run.batch)
         inflight.outputs_K[index] = output
         if self.program.model.training:  # in evaluation losses may have any form

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -27,6 +28,7 @@ from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.proof.dense_part import without_a_trace
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
+from torchrec_picasso.train_pipeline.made_ahead import MadeAhead
 from torchrec_picasso.train_pipeline.model_parts import (
     as_scheduled,
     inner_model,
@@ -89,6 +91,14 @@ class PipelinedModel:
                     pipeline_postproc=pipeline_postproc,
                 )
             )
+            self.made_ahead = MadeAhead(self.inner, changed)
+            """Inputs that the model makes between the batch and its tables."""
+            if batch is not None and self.made_ahead.names:
+                with id_stream.working():
+                    id_stream.take_batch(batch)
+                    self.made_ahead.try_on(batch, self.pg, device)
+        for name in self.made_ahead.names:
+            self._pipeline(name, context, id_stream.stream)
         self._dist_forwards: dict[str, list[Callable[..., Any]]] = {}
         """Input dist forwards of the plain modules, before their splits were joined."""
         self.interleaved: dict[str, Any] = {}
@@ -99,8 +109,9 @@ class PipelinedModel:
         self._named = [(module.forward.name, module) for module in self.pipelined]
         for name, module in self._named:
             self._take(name, module)
-        self._unpipelined = unpipelined_modules(self.inner, self.pipelined, changed)
-        self.postprocs = Postprocs(self.postproc_modules)
+        refused = {name: self.made_ahead.refused.get(name, "") for name in changed}
+        self._unpipelined = unpipelined_modules(self.inner, self.pipelined, refused)
+        self.postprocs = Postprocs(self.postproc_modules, self.made_ahead)
         self._id_stream = id_stream
         self.first_batch = FirstBatchFacts()
         """Facts about the first batch; set by :meth:`examine_first_batch`."""
@@ -110,6 +121,18 @@ class PipelinedModel:
         """Reads ids in a data loader, for one micro-batch."""
         self.num_prepared = [0, 0]
         """Exchanges of prepared batches whose ids the step read again, and those that used them."""
+
+    def _pipeline(
+        self, name: str, context: TrainPipelineContext, stream: torch.Stream | None
+    ) -> None:
+        """Pipelines a module whose input is made ahead, as TorchRec pipelines the others."""
+        module: Any = self.inner.get_submodule(name)
+        arguments = self.made_ahead.arguments(name)
+        self.original_forwards.append(module.forward)
+        self.pipelined.append(module)
+        module.is_pipelined = True
+        module.forward = InterleavedForward(name, arguments, module, context, stream)
+        module.forward.check = partial(self.made_ahead.check, name)
 
     def _take(self, name: str, module: Any) -> None:
         """Adds a module to the interleaved or to the plain ones, or its two parts to both."""

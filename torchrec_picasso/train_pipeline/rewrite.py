@@ -44,6 +44,7 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.batches.split import split_output
 from torchrec_picasso.errors import CompatError
+from torchrec_picasso.train_pipeline.made_ahead import MadeAhead
 
 
 class InterleavedForward(PipelinedForward):
@@ -52,6 +53,8 @@ class InterleavedForward(PipelinedForward):
 
     _next: Callable[[], Any] | None = None
     _joined: Callable[[], LazyAwaitable[Any]] | None = None
+    check: Callable[[Sequence[Any], Mapping[str, Any]], None] | None = None
+    """Is called with the arguments of each call of the module."""
 
     def take_apart(
         self,
@@ -63,7 +66,7 @@ class InterleavedForward(PipelinedForward):
         parts = []
         for name, module in modules.items():
             module.forward = part = copy.copy(self)
-            part._module, part._name = module, name
+            part._module, part._name, part.check = module, name, None
             parts.append(part)
         self._joined = lambda: join([part() for part in parts])
 
@@ -81,10 +84,12 @@ class InterleavedForward(PipelinedForward):
         return super().__call__()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output for the current micro-batch; arguments are ignored.
+        """Returns the output for the current micro-batch; arguments are checked at most.
 
         Raises CompatError if the pipeline has set no output.
         """
+        if self.check is not None:
+            self.check(args, kwargs)
         if self._joined is not None:
             return self._joined()
         compute, self._next = self._next, None
@@ -98,14 +103,16 @@ class InterleavedForward(PipelinedForward):
 
 
 class Postprocs:
-    """Sets the context that the postprocs found by TorchRec's rewrite read and write."""
+    """Sets the context in which TorchRec's postprocs, and input slices, keep their results."""
 
-    def __init__(self, modules: Sequence[PipelinedPostproc]) -> None:
+    def __init__(self, modules: Sequence[PipelinedPostproc], made_ahead: MadeAhead) -> None:
         self._modules = list(modules)
+        self._made_ahead = made_ahead
 
     def for_batch(self, context: TrainPipelineContext) -> AbstractContextManager[None]:
         """In this context, postprocs run for a batch, or return their result for it."""
-        found: AbstractContextManager[None] = use_context_for_postprocs(self._modules, context)
+        users = [*self._modules, self._made_ahead]
+        found: AbstractContextManager[None] = use_context_for_postprocs(users, context)
         return found
 
     def for_part(
@@ -118,7 +125,10 @@ class Postprocs:
         ``part_of`` makes it from the pieces of the result, which have these sizes."""
         if self._modules and len(sizes) > 1:
             part = TrainPipelineContext(index=context.index, version=context.version)
-            for name, result in context.postproc_fwd_results.items():
+            for name in {
+                module.fqn for module in self._modules
+            } & context.postproc_fwd_results.keys():
+                result = context.postproc_fwd_results[name]
                 source = f"{name} is run ahead of the model (pipeline_postproc=True) and gives"
                 part.postproc_fwd_results[name] = part_of(split_output(result, sizes, source))
             context = part
