@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec import KeyedJaggedTensor
-from torchrec.datasets.utils import Batch
 
 from tests.train_pipeline.programs import (
     FEATURES,
     ROWS,
-    Head,
     Model,
     Program,
     assert_as_stock,
@@ -66,6 +64,7 @@ class Shifted(Model):
 
     def look_up(self, features: KeyedJaggedTensor) -> Any:
         return self.ebc(self.shift(features))
+
 
 _IS = ["ebc: interleaved"]
 PROGRAMS = {

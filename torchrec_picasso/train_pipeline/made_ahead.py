@@ -60,7 +60,7 @@ class MadeAhead:
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self._model = model
         self._context = TrainPipelineContext()
-        self._of_mode: dict[bool, dict[str, InputSlice]] = {True: {}, False: {}}
+        self._by_mode: dict[bool, dict[str, InputSlice]] = {True: {}, False: {}}
         self._in_forward: _Once | None = None
         self.refused: dict[str, str] = {}
         """Modules that cannot be interleaved: the line of the model, and what it does there."""
@@ -83,21 +83,21 @@ class MadeAhead:
                 if not first.is_like(again):
                     line = first.call.meta["line"]
                     self.refused.setdefault(name, f"{line} gives what the forward changes")
-                known = self._of_mode[not mode].get(name)
+                known = self._by_mode[not mode].get(name)
                 is_known = known is not None and known.is_like(first) and not known.has_modules
-                self._of_mode[mode][name] = known if known is not None and is_known else first
+                self._by_mode[mode][name] = known if known is not None and is_known else first
 
     @property
     def names(self) -> list[str]:
         """Modules whose input is made ahead."""
-        found = {**self._of_mode[True], **self._of_mode[False]}
+        found = {**self._by_mode[True], **self._by_mode[False]}
         return [name for name in found if name not in self.refused]
 
     def try_on(self, batch: Any, pg: dist.ProcessGroup, device: torch.device) -> None:
         """Runs the slices on a batch, and refuses on all ranks those that may not run ahead.
         Collective."""
         found: dict[str, str | None] = {}
-        for mode, slices in self._of_mode.items():
+        for mode, slices in self._by_mode.items():
             with _in_mode(self._model, mode):
                 for name in [name for name in self.names if name in slices]:
                     reason = slices[name].why_not_ahead(batch, self._model)
@@ -136,7 +136,7 @@ class MadeAhead:
 
     def _slice(self, name: str) -> InputSlice:
         modes = self._model.training, not self._model.training
-        return next(self._of_mode[mode][name] for mode in modes if name in self._of_mode[mode])
+        return next(self._by_mode[mode][name] for mode in modes if name in self._by_mode[mode])
 
     def tensors(self, context: TrainPipelineContext) -> list[Tensor]:
         """Lists the tensors that were made for a batch."""
@@ -148,7 +148,7 @@ class MadeAhead:
         once = context.postproc_fwd_results.get(_KEY)
         if once is None or once.training == self._model.training:
             return False
-        slices, others = self._of_mode[True], self._of_mode[False]
+        slices, others = self._by_mode[True], self._by_mode[False]
         return any(slices[n] is not others.get(n, slices[n]) for n in self.names if n in slices)
 
     @contextmanager
@@ -301,7 +301,7 @@ def _key_of(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return "tensor", id(value), None if value.is_inference() else value._version
     if isinstance(value, tuple | list):
-        return type(value), *map(_key_of, value)
+        return tuple, *map(_key_of, value)
     if isinstance(value, dict):
         return dict, *map(_key_of, value.items())
     if isinstance(value, slice):

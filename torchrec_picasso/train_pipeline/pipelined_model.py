@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +40,12 @@ from torchrec_picasso.train_pipeline.model_parts import (
 )
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup, group_modules
 from torchrec_picasso.train_pipeline.preparation import Preparation
-from torchrec_picasso.train_pipeline.rewrite import InterleavedForward, Postprocs, explained_tracing
+from torchrec_picasso.train_pipeline.rewrite import (
+    InterleavedForward,
+    Postprocs,
+    explained_tracing,
+    held_warnings,
+)
 
 _ODD_BATCH = (
     "its KeyedJaggedTensor has a batch size per feature (variable batch), or another one than the "
@@ -78,7 +84,7 @@ class PipelinedModel:
         self.inner = inner_model(model)
         """The model inside its wrapper."""
         # the tracer runs the forward with proxies, which may change the model's own state
-        with without_a_trace(self.inner, device), explained_tracing():
+        with without_a_trace(self.inner, device), explained_tracing(), held_warnings() as held:
             self.pipelined, _, self.original_forwards, self.postproc_modules, changed = (
                 rewrite_model(
                     model=model,
@@ -99,6 +105,8 @@ class PipelinedModel:
                     self.made_ahead.try_on(batch, self.pg, device)
         for name in self.made_ahead.names:
             self._pipeline(name, context, id_stream.stream)
+        for record in held if set(changed) - set(self.made_ahead.names) or not changed else ():
+            logging.getLogger(record.name).handle(record)
         self._dist_forwards: dict[str, list[Callable[..., Any]]] = {}
         """Input dist forwards of the plain modules, before their splits were joined."""
         self.interleaved: dict[str, Any] = {}

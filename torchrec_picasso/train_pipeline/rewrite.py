@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,9 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from torchrec_picasso._torchrec import (
     PipelinedForward,
     PipelinedPostproc,
+    Tracer,
     TrainPipelineContext,
+    rewrite_model,
     use_context_for_postprocs,
 )
 from torchrec_picasso.batches.split import split_output
@@ -133,6 +136,26 @@ class Postprocs:
                 part.postproc_fwd_results[name] = part_of(split_output(result, sizes, source))
             context = part
         return self.for_batch(context)
+
+
+@contextmanager
+def held_warnings() -> Iterator[list[logging.LogRecord]]:
+    """Holds back what TorchRec logs of modules that it does not pipeline."""
+    held: list[logging.LogRecord] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        if record.levelno == logging.WARNING:
+            held.append(record)
+        return record.levelno != logging.WARNING
+
+    loggers = [logging.getLogger(each.__module__) for each in (rewrite_model, Tracer)]
+    try:
+        for logger in loggers:
+            logger.addFilter(hold)
+        yield held
+    finally:
+        for logger in loggers:
+            logger.removeFilter(hold)
 
 
 _TRACER = torch.fx.Tracer.trace.__code__
