@@ -139,6 +139,7 @@ SIGNATURES: dict[str, str] = {
         "fused_params, qcomm_codecs_registry, sharded_module_order_overwrite"
     ),
     "BaseEmbeddingSharder.sharding_types": "compute_device_type",
+    "BaseArgInfoStep.process": "arg",
     "BaseRwEmbeddingSharding.__init__": (
         "sharding_infos, env, device, need_pos, qcomm_codecs_registry, "
         "device_type_from_sharding_infos"
@@ -247,6 +248,7 @@ FUNCTIONS: dict[str, str] = {
         "pipelined_postprocs"
     ),
     "get_gradient_division": "",
+    "get_leaf_module_names": "model",
     "get_state_dict": "embedding_tables, params, pg, destination, prefix",
     "optimizer_multiplier": "optimizer_class, shape",
     "override_input_dist_forwards": "pipelined_modules",

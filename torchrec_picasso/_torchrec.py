@@ -37,8 +37,12 @@ from torchrec.distributed.train_pipeline.tracing import (
     GetAttrArgInfoStep,
     GetItemArgInfoStep,
     NoopArgInfoStep,
+    Tracer,
 )
-from torchrec.distributed.train_pipeline.types import ArgInfo
+from torchrec.distributed.train_pipeline.tracing import (
+    _get_leaf_module_names as get_leaf_module_names,
+)
+from torchrec.distributed.train_pipeline.types import ArgInfo, BaseArgInfoStep, CallArgs
 from torchrec.distributed.train_pipeline.utils import (
     _override_input_dist_forwards as override_input_dist_forwards,
 )

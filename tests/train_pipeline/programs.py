@@ -303,10 +303,10 @@ def _train(program: Program, rank: int, number: Any) -> Any:
                 outputs.append(pipeline.progress(batches))
     if is_ours:
         assert all(part in pipeline.summary() for part in program.told), pipeline.summary()
-    return outputs, _gathered(sharded)
+    return outputs, gathered(sharded)
 
 
-def _gathered(model: Any) -> dict[str, Tensor]:
+def gathered(model: Any) -> dict[str, Tensor]:
     """Tables and their optimizer state of all ranks, whatever the placement; the rest of each."""
     mine = {
         name if isinstance(value, ShardedTensor) else f"{name} of {dist.get_rank()}": value

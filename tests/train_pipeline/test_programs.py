@@ -51,6 +51,7 @@ from tests.train_pipeline.programs import (
     sequences,
 )
 from tests.train_pipeline.runs import default_dtype
+from tests.train_pipeline.test_refusals import drawn
 
 
 class Siamese(Head):
@@ -193,7 +194,7 @@ class _Changed(Model):
         self.changed, self.ebc = ebc("f"), ebc("g", "h")
 
     def look_up(self, features: KeyedJaggedTensor) -> Any:
-        changed, pooled = self.changed(features.permute([0])), self.ebc(features)
+        changed, pooled = self.changed(drawn(features)), self.ebc(features)
         return {"f": changed["f"], "g": pooled["g"], "h": pooled["h"]}
 
 

@@ -47,10 +47,18 @@ class _Other(Model):
 
 
 class Changing(_Other):
-    """Changes its features before it looks them up, so that the tracer leaves the tables alone."""
+    """Draws before it looks up, so that the tables are left alone."""
 
     def look_up(self, batch: Batch) -> Any:
-        return self.ebc(batch.sparse_features.permute([0, 1, 2, 3]))
+        return self.ebc(drawn(batch.sparse_features))
+
+
+def drawn(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same ids, which might have been others."""
+    ids = features.values() + torch.randint_like(features.values(), 1)
+    return KeyedJaggedTensor(
+        features.keys(), ids, features.weights_or_none(), lengths=features.lengths()
+    )
 
 
 class _Hidden(_Other):
@@ -173,7 +181,12 @@ REFUSED: list[tuple[Callable[..., Any], Callable[..., Any], int, list[str]]] = [
         *(_with_batch_norm, _as_it_is, 2),
         ["over.0 is a BatchNorm1d", "num_micro_batches=1", "LayerNorm"],
     ),
-    (_as(Changing), _as_it_is, 2, ["ebc: ", "made inside the model", "num_micro_batches=1"]),
+    (
+        _as(Changing),
+        _as_it_is,
+        2,
+        ["ebc: ", "made inside the model", "draws random", "num_micro_batches=1"],
+    ),
     (_as(_Hidden), _as_it_is, 2, ["ebc: ", "sees no call of it", "call the module in a forward"]),
     (_as_it_is, _variable, 3, ["ebc: ", "batch size per feature", "num_micro_batches=1"]),
     (_as_it_is, _Bare, 2, ["a _Bare has no samples", "num_micro_batches=1", "split_batch="]),

@@ -53,7 +53,7 @@ _MEANS: dict[Any, Callable[..., Any]] = {
 }
 """Functions that return an operator's mean, with the operator's arguments except a generator."""
 
-_COMMUNICATES = ("c10d", "_c10d_functional", "_dtensor")
+COMMUNICATES = ("c10d", "_c10d_functional", "_dtensor")
 """Namespaces of operators that communicate."""
 
 
@@ -82,7 +82,7 @@ class StillRandomness(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func.namespace in _COMMUNICATES:
+        if func.namespace in COMMUNICATES:
             self.drawn.add(str(func))
         if torch.Tag.nondeterministic_seeded in func.tags:
             # torch tags every operator that draws from a generator

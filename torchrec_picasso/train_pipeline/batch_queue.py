@@ -121,6 +121,11 @@ class BatchQueue:
                 if again is self.first:
                     self._fetch_rows()
 
+    def is_of_other_mode(self) -> bool:
+        """Whether batches were read in training for evaluation, or so, and this matters."""
+        made_ahead = self._pipelined.made_ahead
+        return any(made_ahead.is_of_other_mode(each.context) for each in self._inflights)
+
     def read_batches(self, batches: Iterator[Any]) -> None:
         """Fetches batches until a step has all that it works on, or data has ended. Collective.
 

@@ -275,7 +275,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         begin_batch(self._model)
         assert self._pipelined is not None
         self._pipelined.check_forwards()
-        if self._hot_sets.have_changed():  # batches in flight have layouts of an older hot set
+        # batches in flight have layouts of an older hot set, or inputs of the model's other mode
+        if self._hot_sets.have_changed() or queue.is_of_other_mode():
             queue.request_again()
         queue.read_batches(dataloader_iter)
         with named_range(STEP_RANGE, self._batch_count):

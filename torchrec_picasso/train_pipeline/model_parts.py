@@ -32,10 +32,7 @@ from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.valid_features import with_own_weights
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 
-_MADE_INSIDE = (
-    "its input is not read off the batch but made inside the model",
-    "give the module features as they are in the batch",
-)
+_MADE_INSIDE = "its input is not read off the batch but made inside the model"
 _NOT_SEEN = (
     "the tracer sees no call of it in the model's forward",
     "call the module in a forward, and in no function that torch.fx.wrap hides",
@@ -123,17 +120,21 @@ def process_group_of(model: nn.Module) -> dist.ProcessGroup:
 
 
 def unpipelined_modules(
-    model: nn.Module, pipelined: Collection[nn.Module], called: Collection[str]
+    model: nn.Module, pipelined: Collection[nn.Module], called: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
     """Finds sharded modules that TorchRec does not pipeline: a reason and a remedy by module name.
 
-    TorchRec's tracer found the input of ``pipelined`` modules in the batch, and saw a call of
-    modules with the names ``called``. The model is the one inside its wrapper.
+    The input of ``pipelined`` modules is known ahead; ``called`` says why that of other modules is
+    not, by name. TorchRec's tracer saw no call of the rest. The model is inside its wrapper.
     """
     known = {id(module) for module in pipelined}
     sharded = [(n, m) for n, m in outside_of_sharded(model) if isinstance(m, ShardedModule)]
     names = [name for name, module in sharded if id(module) not in known]
-    return {name: _MADE_INSIDE if name in called else _NOT_SEEN for name in names}
+    cure = "give the module features as they are in the batch"
+    return {
+        name: (f"{_MADE_INSIDE}: {called[name]}", cure) if name in called else _NOT_SEEN
+        for name in names
+    }
 
 
 def has_stock_means(modules: Iterable[nn.Module]) -> bool:

@@ -96,7 +96,8 @@ class Operations:
         if op.kind == "lay_out":
             layouts = [each.rows.layout for each in inflight.groups]
             batches = [inflight.batch, *inflight.micro_batches_K]
-            self._id_stream.hand_over(batches, tensors_in(layouts))
+            ahead = self.pipelined.made_ahead.tensors(inflight.context)
+            self._id_stream.hand_over(batches, [*ahead, *tensors_in(layouts)])
 
     def _send_header(self, inflight: InFlightBatch) -> None:
         """Starts a :class:`.RowRequest` of each module group, and the input dists of plain modules;
@@ -169,8 +170,10 @@ class Operations:
         # with several micro-batches, DDP reduces only in the last backward
         is_one = inflight.is_one_backward
         reducing = nullcontext() if is_one else without_reduction(self.program.model)
-        part_of = itemgetter(run.number)
-        with reducing, self.pipelined.postprocs_for_part(inflight.context, sizes, part_of):
+        part_of, context = itemgetter(run.number), inflight.context
+        parts = self.pipelined.postprocs_for_part(context, sizes, part_of)
+        made = self.pipelined.made_ahead.in_forward(context, is_whole=len(sizes) == 1)
+        with reducing, parts, made:
             losses, output = self.program.forward(run.batch)
         inflight.outputs_K[index] = output
         if self.program.model.training:  # in evaluation losses may have any form

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -29,6 +31,7 @@ from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.proof.dense_part import without_a_trace
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
+from torchrec_picasso.train_pipeline.made_ahead import MadeAhead
 from torchrec_picasso.train_pipeline.model_parts import (
     as_scheduled,
     inner_model,
@@ -39,7 +42,11 @@ from torchrec_picasso.train_pipeline.model_parts import (
 )
 from torchrec_picasso.train_pipeline.module_group import ModuleGroup, group_modules
 from torchrec_picasso.train_pipeline.preparation import Preparation
-from torchrec_picasso.train_pipeline.rewrite import InterleavedForward, explained_tracing
+from torchrec_picasso.train_pipeline.rewrite import (
+    InterleavedForward,
+    explained_tracing,
+    held_warnings,
+)
 
 _VBE_BATCH = (
     "its KeyedJaggedTensor has a batch size per feature (variable batch), or another one than the "
@@ -78,7 +85,7 @@ class PipelinedModel:
         self.inner = inner_model(model)
         """The model inside its wrapper."""
         # the tracer runs the forward with proxies, which may change the model's own state
-        with without_a_trace(self.inner, device), explained_tracing():
+        with without_a_trace(self.inner, device), explained_tracing(), held_warnings() as held:
             self.pipelined, _, self.original_forwards, self.postproc_modules, changed = (
                 rewrite_model(
                     model=model,
@@ -91,6 +98,16 @@ class PipelinedModel:
                     pipeline_postproc=pipeline_postproc,
                 )
             )
+            self.made_ahead = MadeAhead(self.inner, changed)
+            """Inputs that the model makes between the batch and its tables."""
+            if batch is not None and self.made_ahead.names:
+                with id_stream.working():
+                    id_stream.take_batch(batch)
+                    self.made_ahead.try_on(batch, self.pg, device)
+        for name in self.made_ahead.names:
+            self._pipeline(name, context, id_stream.stream)
+        for record in held if set(changed) - set(self.made_ahead.names) or not changed else ():
+            logging.getLogger(record.name).handle(record)
         self._dist_forwards: dict[str, list[Callable[..., Any]]] = {}
         """Input dist forwards of the plain modules, before their splits were joined."""
         self.interleaved: dict[str, Any] = {}
@@ -101,7 +118,8 @@ class PipelinedModel:
         self._named = [(module.forward.name, module) for module in self.pipelined]
         for name, module in self._named:
             self._take(name, module)
-        self._unpipelined = unpipelined_modules(self.inner, self.pipelined, changed)
+        refused = {name: self.made_ahead.refused.get(name, "") for name in changed}
+        self._unpipelined = unpipelined_modules(self.inner, self.pipelined, refused)
         self._id_stream = id_stream
         self.first_batch = FirstBatchFacts()
         """Facts about the first batch; set by :meth:`examine_first_batch`."""
@@ -111,6 +129,18 @@ class PipelinedModel:
         """Reads ids in a data loader, for one micro-batch."""
         self.num_prepared = [0, 0]
         """Exchanges of prepared batches whose ids the step read again, and those that used them."""
+
+    def _pipeline(
+        self, name: str, context: TrainPipelineContext, stream: torch.Stream | None
+    ) -> None:
+        """Pipelines a module whose input is made ahead, as TorchRec pipelines the others."""
+        module: Any = self.inner.get_submodule(name)
+        arguments = self.made_ahead.arguments(name)
+        self.original_forwards.append(module.forward)
+        self.pipelined.append(module)
+        module.is_pipelined = True
+        module.forward = InterleavedForward(name, arguments, module, context, stream)
+        module.forward.check = partial(self.made_ahead.check, name)
 
     def _take(self, name: str, module: Any) -> None:
         """Adds a module to the interleaved or to the plain ones, or its two parts to both."""
@@ -175,7 +205,7 @@ class PipelinedModel:
         """Finds the modules' features, the number of samples (1 if unknown), and VBE modules, whose
         features have another number of samples, or a batch size each."""
         features_of = {}
-        with use_context_for_postprocs(self.postproc_modules, context):
+        with self._reading_in(context):
             for name, module in self.interleaved.items():
                 args, kwargs = module.forward.args.build_args_kwargs(batch)
                 features_of[name] = maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
@@ -256,7 +286,7 @@ class PipelinedModel:
 
     def start_plain(self, inflight: InFlightBatch) -> None:
         """Starts the input dists of the plain modules, on the ids' stream. Collective."""
-        with use_context_for_postprocs(self.postproc_modules, inflight.context):
+        with self._reading_in(inflight.context):
             start_data_dist(list(self.plain.values()), inflight.batch, inflight.context)
         self.join_splits()
 
@@ -270,11 +300,19 @@ class PipelinedModel:
         part of their result for the batch. ``part_of`` makes it from pieces of these sizes."""
         if self.postproc_modules and len(sizes) > 1:
             part = TrainPipelineContext(index=context.index, version=context.version)
-            for name, result in context.postproc_fwd_results.items():
+            ahead = {module.fqn for module in self.postproc_modules}
+            for name in ahead & context.postproc_fwd_results.keys():
+                result = context.postproc_fwd_results[name]
                 source = f"{name} is run ahead of the model (pipeline_postproc=True) and gives"
                 part.postproc_fwd_results[name] = part_of(split_output(result, sizes, source))
             context = part
-        return use_context_for_postprocs(self.postproc_modules, context)
+        return self._reading_in(context)
+
+    def _reading_in(self, context: TrainPipelineContext) -> AbstractContextManager[None]:
+        """In this context, postprocs and inputs that are made ahead run, or return their result."""
+        users = [*self.postproc_modules, self.made_ahead]
+        found: AbstractContextManager[None] = use_context_for_postprocs(users, context)
+        return found
 
     def join_splits(self) -> None:
         """Makes the splits of TorchRec's input dists travel in one message, once these exist."""

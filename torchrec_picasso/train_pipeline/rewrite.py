@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from torchrec.distributed.types import LazyAwaitable, LazyNoWait
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from torchrec_picasso._torchrec import PipelinedForward
+from torchrec_picasso._torchrec import PipelinedForward, Tracer, rewrite_model
 from torchrec_picasso.errors import CompatError
 
 
@@ -46,6 +47,8 @@ class InterleavedForward(PipelinedForward):
 
     _next: Callable[[], Any] | None = None
     _joined: Callable[[], LazyAwaitable[Any]] | None = None
+    check: Callable[[Sequence[Any], Mapping[str, Any]], None] | None = None
+    """Is called with the arguments of each call of the module."""
 
     def take_apart(
         self,
@@ -57,7 +60,7 @@ class InterleavedForward(PipelinedForward):
         parts = []
         for name, module in modules.items():
             module.forward = part = copy.copy(self)
-            part._module, part._name = module, name
+            part._module, part._name, part.check = module, name, None
             parts.append(part)
         self._joined = lambda: join([part() for part in parts])
 
@@ -75,10 +78,12 @@ class InterleavedForward(PipelinedForward):
         return super().__call__()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output for the current micro-batch; arguments are ignored.
+        """Returns the output for the current micro-batch; arguments are checked at most.
 
         Raises CompatError if the pipeline has set no output.
         """
+        if self.check is not None:
+            self.check(args, kwargs)
         if self._joined is not None:
             return self._joined()
         compute, self._next = self._next, None
@@ -89,6 +94,26 @@ class InterleavedForward(PipelinedForward):
                 "another pipeline"
             )
         return compute()
+
+
+@contextmanager
+def held_warnings() -> Iterator[list[logging.LogRecord]]:
+    """Holds back what TorchRec logs of modules that it does not pipeline."""
+    held: list[logging.LogRecord] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        if record.levelno == logging.WARNING:
+            held.append(record)
+        return record.levelno != logging.WARNING
+
+    loggers = [logging.getLogger(each.__module__) for each in (rewrite_model, Tracer)]
+    try:
+        for logger in loggers:
+            logger.addFilter(hold)
+        yield held
+    finally:
+        for logger in loggers:
+            logger.removeFilter(hold)
 
 
 _TRACER = torch.fx.Tracer.trace.__code__

@@ -1,0 +1,305 @@
+"""Input that the model makes between batch and tables is made ahead, and trains as in stock."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchrec import JaggedTensor, KeyedJaggedTensor
+from torchrec.datasets.utils import Batch
+
+from tests.support.placing import CPU
+from tests.support.shared_run import run_once
+from tests.train_pipeline.programs import (
+    FEATURES,
+    ROWS,
+    SAMPLES,
+    Head,
+    Model,
+    Program,
+    assert_as_stock,
+    batch_of,
+    build,
+    cases_of,
+    changed,
+    dense_optimizer,
+    gathered,
+)
+from torchrec_picasso import InterleavedTrainPipeline
+
+
+def _with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(features.keys(), ids, lengths=features.lengths())
+
+
+class Merged(Model):
+    """History and candidates, concatenated."""
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        history, candidates, other = (features[name] for name in "fgh")
+        merged = KeyedJaggedTensor.from_lengths_sync(
+            keys=list(FEATURES),
+            values=torch.cat([candidates.values(), history.values(), other.values()]),
+            lengths=torch.cat([candidates.lengths(), history.lengths(), other.lengths()]),
+        )
+        return self.ebc(merged)
+
+
+class OfTensors(Merged):
+    """One id per sample and feature, of a dense column."""
+
+    def forward(self, batch: Batch) -> tuple[Any, Any]:
+        ids = (batch.dense_features * ROWS).long()[:, :3].T.flatten()
+        made = KeyedJaggedTensor.from_lengths_sync(
+            keys=list(FEATURES), values=ids, lengths=torch.ones_like(ids)
+        )
+        return self.head(self.ebc(made), batch)
+
+
+class Crossed(Model):
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        ids = features.values()
+        crossed = torch.bitwise_xor(ids * 2654435761, ids.flip(0) >> 2)  # over the whole batch
+        return self.ebc(_with_ids(features, crossed % ROWS))
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("by", torch.tensor(3))
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        by = 1 if self.training else self.by
+        return _with_ids(features, (features.values() + by) % ROWS)
+
+
+class Shifted(Model):
+    def make(self) -> None:
+        super().make()
+        self.shift = Shift()
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        return self.ebc(self.shift(features))
+
+
+class ByMode(Model):
+    """Ids of a table's first rows in training, as they are in evaluation."""
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        return self.ebc(_with_ids(features, features.values() % 7) if self.training else features)
+
+
+class Noisy(Model):
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        noise = torch.randint_like(features.values(), 1)
+        return self.ebc(_with_ids(features, features.values() + noise))
+
+
+class Dropped(Model):
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        zeros = functional.dropout(features.values().float() * 0, training=self.training)
+        return self.ebc(_with_ids(features, features.values() + zeros.long()))
+
+
+class Learned(Model):
+    def make(self) -> None:
+        super().make()
+        self.by = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        return self.ebc(_with_ids(features, (features.values() + self.by.long()) % ROWS))
+
+
+class Counting(Model):
+    step = 0
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        self.step += 1
+        return self.ebc(_with_ids(features, (features.values() + ROWS * self.step) % ROWS))
+
+
+class CountingShift(nn.Module):
+    step = 0
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        self.step += 1
+        return _with_ids(features, (features.values() + ROWS * self.step) % ROWS)
+
+
+class CountedShift(Shifted):
+    def make(self) -> None:
+        super().make()
+        self.shift = CountingShift()
+
+
+class Buffered(Model):
+    def make(self) -> None:
+        super().make()
+        self.register_buffer("by", torch.tensor(ROWS))
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        return self.ebc(_with_ids(features, (features.values() + self.by) % ROWS))
+
+
+class Written(Model):
+    def make(self) -> None:
+        super().make()
+        # stock's tracing writes it once more
+        self.register_buffer("by", torch.tensor(ROWS), persistent=False)
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        self.by.add_(ROWS)
+        return self.ebc(_with_ids(features, (features.values() + self.by) % ROWS))
+
+
+class InPlace(Model):
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        ids = features.values() * 1
+        ids.clamp_(max=5)
+        return self.ebc(_with_ids(features, ids % ROWS))
+
+
+class Salted(Model):
+    salt = 0
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        return self.ebc(_with_ids(features, (features.values() + self.salt) % ROWS))
+
+
+def _salt(model: Any, step: int) -> None:
+    model.module.salt = step // 3
+
+
+def _write(model: Any, step: int) -> None:
+    if step == 3:
+        model.module.by.fill_(1)
+
+
+IS = ["ebc: interleaved"]
+_HERE = f"made inside the model: {__file__}:"
+NUMBERS = (None, 1, 2)
+
+
+def _refused(model: type[Model], what: str) -> Program:
+    return Program(model=model, told=["ebc: not pipelined", _HERE, what], numbers=(1,))
+
+
+PROGRAMS = {
+    "merged": Program(model=Merged, told=IS, numbers=NUMBERS),
+    "of tensors": Program(model=OfTensors, told=IS, numbers=NUMBERS),
+    "crossed": Program(model=Crossed, told=IS, numbers=NUMBERS),
+    "shifted": Program(model=Shifted, told=IS, numbers=NUMBERS),
+    "postproc": Program(
+        model=Shifted, told=IS, numbers=NUMBERS, options={"pipeline_postproc": True}
+    ),
+    "stock tables": Program(
+        model=Merged,
+        told=[*IS, "ebc (stock tables): computed once"],
+        stock=["t_g"],
+        numbers=NUMBERS,
+    ),
+    "buffer": Program(model=Buffered, told=IS, numbers=NUMBERS),
+    "noise": _refused(Noisy, "draws random numbers"),
+    "dropout": _refused(Dropped, "draws random numbers (in training)"),
+    "parameter": _refused(Learned, "reads a parameter"),
+    "counter": _refused(Counting, "gives what the forward changes"),
+    "module's counter": _refused(CountedShift, "changes an attribute"),
+    "written buffer": _refused(Written, "gives what the forward changes"),
+    "in place": _refused(InPlace, "writes in place"),
+    "attribute changed between steps": Program(
+        model=Salted,
+        before_step=_salt,
+        numbers=(1, 2),
+        refusal="gives ebc another input than ahead of the model: the model's forward reads state",
+        refused=(1, 2),
+    ),
+    "buffer written between steps": Program(
+        model=Buffered,
+        before_step=_write,
+        numbers=(1, 2),
+        refusal="reads a tensor that was written since",
+        refused=(1, 2),
+    ),
+}
+
+
+@cases_of(PROGRAMS)
+def test_trains_as_stock(name: str, num_micro_batches: int | None) -> None:
+    assert_as_stock(__name__, name, num_micro_batches)
+
+
+def _per_candidate(self: Head, out: Tensor, batch: Batch) -> JaggedTensor:
+    """An output per lookup of a feature."""
+    candidates = batch.sparse_features["g"]
+    values = candidates.values() * self.over.weight[0, 0]
+    return JaggedTensor(values=values.detach(), lengths=candidates.lengths())
+
+
+def _weighted(self: Head, out: Tensor, batch: Batch) -> Any:
+    losses = ((out - batch.labels) ** 2 * batch.labels).sum()
+    pair = losses, batch.labels.sum()
+    return pair if self.is_ours else losses / pair[1]
+
+
+CANDIDATES = changed(output=_per_candidate, loss=_weighted)
+LIVES = [(model, k) for model in (Merged, ByMode, Shifted) for k in (1, 2)]
+NUM_STEPS = 10
+
+
+def _live(rank: int, world_size: int) -> dict[Any, Any]:
+    return {
+        (model, k): _life(model, rank, k) for model in (Merged, ByMode, Shifted) for k in (0, 1, 2)
+    }
+
+
+def _life(kind: type[Model], rank: int, num_micro_batches: int) -> Any:
+    """Outputs and tables of training and evaluation in turn; 0 micro-batches = stock."""
+    is_ours = num_micro_batches > 0
+    model = kind(CANDIDATES)
+    model.head.is_ours = is_ours
+    sharded = build(model, () if is_ours else None)
+    optimizer = dense_optimizer(sharded)
+    batches = [batch_of(rank, s, SAMPLES - 51 * rank * (s == 9)) for s in range(NUM_STEPS)]
+    outputs, iterator, pipeline = [], iter(batches), None
+    if is_ours:
+        pipeline = InterleavedTrainPipeline(
+            *(sharded, optimizer, CPU),
+            num_micro_batches=num_micro_batches,
+            loss_reduction="ratio",
+        )
+    for step, batch in enumerate(batches):
+        sharded.train(step not in (4, 5, 8))
+        is_cast = step in (2, 3, 5)
+        with torch.autocast("cpu", torch.bfloat16) if is_cast else nullcontext():
+            if pipeline is not None:
+                output = pipeline.progress(iterator)
+            else:
+                output = _plain_step(sharded, optimizer, batch)
+        outputs.append((output.values(), output.lengths()))
+    assert pipeline is None or pipeline.summary().startswith("ebc: interleaved")
+    return outputs, gathered(sharded)
+
+
+def _plain_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> Any:
+    if not model.training:
+        with torch.no_grad():
+            return model(batch)[1]
+    model.fused_optimizer.zero_grad()
+    optimizer.zero_grad()
+    loss, output = model(batch)
+    loss.backward()
+    optimizer.step()
+    return output
+
+
+@pytest.mark.parametrize(("model", "num_micro_batches"), LIVES)
+def test_training_and_evaluation_in_turn(model: type[Model], num_micro_batches: int) -> None:
+    """Outputs per candidate are joined by their lengths; autocast and sizes of batches change."""
+    for results in run_once(_live, 2):
+        found, expected = results[model, num_micro_batches], results[model, 0]
+        tolerance = {"rtol": 2.0**-6, "atol": 2.0**-8}  # of bfloat16 in some steps
+        torch.testing.assert_close(found, expected, **tolerance)

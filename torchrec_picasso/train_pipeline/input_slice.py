@@ -1,0 +1,234 @@
+"""The part of a model's forward between the batch and a table: traced, and what it must not do.
+
+The *input slice* of a sharded module is what the traced forward computes from the batch to the
+module's input: history and candidates concatenated, features crossed and hashed, a
+KeyedJaggedTensor built of tensors. It may run ahead of the model if it gives the same there: it has
+no random numbers, parameters, messages between ranks or writes into what was there before it, and
+reads no state that the forward changes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchrec.distributed.types import ShardedModule
+
+from torchrec_picasso._torchrec import PipelinedPostproc, Tracer, get_leaf_module_names
+from torchrec_picasso.proof.comparison import COMMUNICATES
+from torchrec_picasso.proof.content import Kept, random_states
+from torchrec_picasso.proof.watch import current_line
+
+_WRITING = {
+    "setitem",
+    "delitem",
+    *(n for n in dir(operator) if n[0] == "i" and f"__{n[1:]}__" in dir(operator)),
+}
+"""Operators of Python that write into their first argument."""
+
+
+@dataclass(frozen=True, eq=False)
+class InputSlice:
+    """The nodes of a traced forward that make a module's input, in order, and the module's call."""
+
+    nodes: Sequence[Node]
+    call: Node
+
+    @property
+    def input(self) -> Node:
+        """The node whose value is the module's input."""
+        return self.call.all_input_nodes[0]
+
+    @property
+    def has_modules(self) -> bool:
+        """Whether modules run in it, which see for themselves if they train."""
+        return any(node.op == "call_module" for node in self.nodes)
+
+    def is_like(self, other: InputSlice) -> bool:
+        """Whether two traces compute the same, and none has written what the other reads."""
+        (form, outside), (other_form, others) = self._form(), other._form()
+        return form == other_form and all(map(_is_unwritten, outside, others))
+
+    def _form(self) -> tuple[list[Any], list[Node]]:
+        places = {node: f"%{place}" for place, node in enumerate(self.nodes)}
+        form, outside = [], []
+        for node in self.nodes:
+            is_outside = node.op == "get_attr"
+            outside += [node] if is_outside else []
+            name = None if is_outside else node.target
+            form.append((node.op, name, map_arg((node.args, dict(node.kwargs)), places.get)))
+        return form, outside
+
+    def why_not_ahead(self, batch: Any, model: nn.Module) -> str | None:
+        """Runs the slice on a batch; names the line that must not run ahead, and what it does."""
+        inside = [
+            m for n in self.nodes if n.op == "call_module" for m in _module(n, model).modules()
+        ]
+        kept = [Kept("", place) for m in inside for place in (vars(m), m._buffers)]
+        values: dict[Node, Any] = {}
+        for node in self.nodes:
+            before = random_states()
+            try:
+                with _Watch() as watch:
+                    values[node] = run_node(node, batch, values, model)
+            except Exception as error:  # any error of the model's code
+                watch.found = f"raises {type(error).__name__} ({error})"
+            if random_states() != before:
+                watch.found = "draws random numbers"
+            if any(each.has_changed() for each in kept):
+                watch.found = "changes an attribute"
+            if watch.found is not None:
+                return f"{node.meta['line']} {watch.found}"
+        return None
+
+
+def _is_unwritten(one: Node, other: Node) -> bool:
+    """Whether a tensor that two traces read is the same, or was made equal in both."""
+    value, another = one.meta["value"], other.meta["value"]
+    if value is another:
+        return bool(one.meta["version"] == other.meta["version"])
+    return value.dtype == another.dtype and torch.equal(value, another)
+
+
+def run_node(node: Node, batch: Any, values: Mapping[Node, Any], model: nn.Module) -> Any:
+    """Computes the value of a node from those of the nodes before it."""
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+    if node.op == "placeholder":
+        return batch
+    if node.op == "get_attr":
+        return node.meta["value"]
+    if node.op == "call_module":
+        module = _module(node, model)
+        # TorchRec's own postproc makes its arguments of the batch
+        return module(batch) if isinstance(module, PipelinedPostproc) else module(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def outside_of(node: Node, model: nn.Module) -> list[Tensor]:
+    """Lists the tensors of the model that a node reads."""
+    if node.op == "call_module":
+        return list(_module(node, model).buffers())
+    return [node.meta["value"]] if node.op == "get_attr" else []
+
+
+def _module(node: Node, model: nn.Module) -> nn.Module:
+    # TorchRec's postprocs hide their place from get_submodule()
+    return dict(model.named_modules())[str(node.target)]
+
+
+class _Tracer(Tracer):
+    """TorchRec's tracer; notes the line of the model for each node."""
+
+    def create_node(self, *args: Any, **kwargs: Any) -> Node:
+        """Makes a node of the graph."""
+        node: Node = super().create_node(*args, **kwargs)
+        node.meta["line"] = current_line()
+        return node
+
+
+def traced(model: nn.Module) -> Graph:
+    """Traces the forward of a model's modules with tables, as TorchRec does."""
+    graph: Graph = _Tracer(get_leaf_module_names(model)).trace(model)
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(model)
+            node.meta |= {"value": value, "version": getattr(value, "_version", None)}
+    return graph
+
+
+def slice_of(graph: Graph, name: str, model: nn.Module) -> InputSlice | str | None:
+    """Finds a module's slice; a reason, if it cannot run ahead; ``None`` = it is not called."""
+    calls = [node for node in graph.nodes if node.op == "call_module" and node.target == name]
+    if not calls:
+        return None
+    call = calls[0]
+    if len(calls) > 1 or len(call.all_input_nodes) != 1 or len(call.args) + len(call.kwargs) != 1:
+        return f"{calls[-1].meta['line']} calls it again, or with more than one argument"
+    needed = _back_from(call) - {call}
+    first = next(node for node in graph.nodes if node.op == "placeholder")
+    for node in graph.nodes:
+        if node is call:
+            break
+        found = None
+        # an output of a module is its own
+        if _writes(node) and needed & _back_from(node, stop="call_module"):
+            found = "writes in place"
+        elif node not in needed:
+            continue
+        elif node.op == "placeholder" and (node is not first or hasattr(node, "ph_key")):
+            found = "reads an argument beside the batch"
+        elif node.op == "get_attr" and not isinstance(node.meta["value"], Tensor):
+            found = f"reads {node.target}"
+        elif node.op == "call_module" and isinstance(_module(node, model), ShardedModule):
+            found = f"uses what {node.target} gives"
+        if found is not None:
+            return f"{node.meta['line']} {found}"
+    return InputSlice([node for node in graph.nodes if node in needed], call)
+
+
+def _back_from(node: Node, stop: str = "") -> set[Node]:
+    """Lists a node and what it is computed from, up to nodes of the kind ``stop``."""
+    todo, seen = [node], {node}
+    while todo:
+        new = [each for each in todo.pop().all_input_nodes if each not in seen and each.op != stop]
+        seen.update(new)
+        todo += new
+    return seen
+
+
+def _writes(node: Node) -> bool:
+    """Whether a node writes into one of its arguments, by its name."""
+    if node.op not in ("call_method", "call_function"):
+        return False
+    name = str(getattr(node.target, "__name__", node.target))
+    if getattr(node.target, "__module__", "") == "_operator":
+        return name in _WRITING
+    return (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the first operator that a slice must not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+        self._own: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        named = {argument.name: argument for argument in func._schema.arguments}
+        values = {**dict(zip(named, args)), **kwargs}
+        written = [v for n, v in values.items() if (a := named[n].alias_info) and a.is_write]
+        found = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            found = "draws random numbers"
+        elif func.namespace in COMMUNICATES:
+            found = "communicates between ranks"
+        elif any(isinstance(tensor, nn.Parameter) or tensor.requires_grad for tensor in given):
+            found = "reads a parameter"
+        elif any(isinstance(w, Tensor) and _memory(w) not in self._own for w in written):
+            found = "writes in place"
+        self.found = self.found or found
+        result = func(*args, **kwargs)
+        known = set(map(_memory, given))
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._own |= {_memory(tensor): tensor for tensor in made if _memory(tensor) not in known}
+        return result
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
