@@ -201,7 +201,6 @@ class _Request(RouteRequest):
         return _by_chunk(sent_P, self._served_P, received_P, self._wanted_P)
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
-        plan, num_packs = self.route.plan, len(self._wanted_P)
         counts = [rows.counts_EW for rows in (*self._wanted_P, *self._served_P)]
         by_fetch, order_n = find_fetch_orders(counts, self._dirty_n)
         wanted_order_n, numbers_by_fetch_n = None, self._served_n
@@ -210,18 +209,47 @@ class _Request(RouteRequest):
             num_wanted = order_n.numel() - self._served_n.numel()
             wanted_order_n, served_order_n = order_n[:num_wanted], order_n[num_wanted:] - num_wanted
             numbers_by_fetch_n = self._served_n.index_select(0, served_order_n)
+        packs, num_rows_M = self._lay_out_packs(first_matrix, by_fetch, numbers_by_fetch_n)
+        nums_P = [(pack.hot_slots.numel(), pack.wanted.num_rows) for pack in packs]
+        # Lookups are summed over a micro-batch's segments: cut_pooling sees whole micro-batches.
+        index_KM = cut_pooling(
+            self.read.bags,
+            self.read.rows,
+            self.located,
+            fetch_positions(self.located, wanted_order_n, nums_P),
+            self.cut,
+            micro_batch_N=self.micro_batch_N,
+            lookups_MK=[[sum(lookups_J) for lookups_J in row] for row in self._lookups_MKJ],
+            num_rows_M=num_rows_M,
+            most_lookups=self._most_lookups,
+        )
+        features_M = self.route.plan.features_M
+        pooling_KM: list[list[Pooling]] = [
+            [
+                _RowPooling(index=index, size=size, num_features=num, lookups_F=lookups_KJ[k])
+                for index, num, lookups_KJ in zip(index_M, features_M, self._lookups_MKJ)
+            ]
+            for k, (index_M, size) in enumerate(zip(index_KM, self.sizes_K))
+        ]
+        return packs, pooling_KM
+
+    def _lay_out_packs(
+        self, first_matrix: int, by_fetch: Sequence[ExchangeSplits], numbers_by_fetch_n: Tensor
+    ) -> tuple[list[PackLayout], list[int]]:
+        """Builds the layout of each pack, and counts the rows of each matrix. ``by_fetch`` splits
+        the wanted rows of the packs, then the served ones."""
         homes_P = [storage.hot_homes for storage in self.route.storages]
         touched_P = HotHomes.find_own(homes_P, self._touched_P)
         rows_P = _by_pack(self._served_n, self._served_P)
         rows_by_fetch_P = _by_pack(numbers_by_fetch_n, self._served_P)
         packs: list[PackLayout] = []
         num_rows_M: list[int] = []
-        for matrix, own in enumerate(plan.matrices):
+        for matrix, own in enumerate(self.route.plan.matrices):
             start = 0  # packs of one matrix follow each other
-            for p in range(num_packs)[own]:
+            for p in range(own.start, own.stop):
                 incoming = _IncomingRows(
                     home_row_numbers_n=rows_P[p],
-                    served_by_fetch=by_fetch[num_packs + p],
+                    served_by_fetch=by_fetch[len(self._wanted_P) + p],
                     row_numbers_by_fetch_n=rows_by_fetch_P[p],
                 )
                 pack = PackLayout(
@@ -237,27 +265,7 @@ class _Request(RouteRequest):
                 packs.append(pack)
                 start += pack.num_rows
             num_rows_M.append(start)
-        nums_P = [(pack.hot_slots.numel(), pack.wanted.num_rows) for pack in packs]
-        # Lookups are summed over a micro-batch's segments: cut_pooling sees whole micro-batches.
-        index_KM = cut_pooling(
-            self.read.bags,
-            self.read.rows,
-            self.located,
-            fetch_positions(self.located, wanted_order_n, nums_P),
-            self.cut,
-            micro_batch_N=self.micro_batch_N,
-            lookups_MK=[[sum(lookups_J) for lookups_J in row] for row in self._lookups_MKJ],
-            num_rows_M=num_rows_M,
-            most_lookups=self._most_lookups,
-        )
-        pooling_KM: list[list[Pooling]] = [
-            [
-                _RowPooling(index=index, size=size, num_features=num, lookups_F=lookups_KJ[k])
-                for index, num, lookups_KJ in zip(index_M, plan.features_M, self._lookups_MKJ)
-            ]
-            for k, (index_M, size) in enumerate(zip(index_KM, self.sizes_K))
-        ]
-        return packs, pooling_KM
+        return packs, num_rows_M
 
 
 @dataclass(frozen=True, kw_only=True)
