@@ -146,7 +146,7 @@ class _Unsent:
     """Ranks for requests that are made, and not sent."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.rank, self.size = 0, size
 
     def start_all_to_all(self, *_: object) -> None:
         """Sends nothing."""
