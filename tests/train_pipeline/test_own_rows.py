@@ -70,6 +70,15 @@ def _without_inverse(batch: Batch, step: int) -> Batch:
     return batch
 
 
+class _ProcessedLast(Two):
+    """Processed tables after weighted ones."""
+
+    def make(self, feature: Feature) -> None:
+        weighted = dataclasses.replace(feature, processors=None)
+        self.tables = collection(weighted, self.kind, feature.tables[:1])
+        self.more_tables = collection(feature, self.kind, feature.tables[1:])
+
+
 MEAN_AND_SUM = (TABLES[0], dataclasses.replace(TABLES[1], mean=True), TABLES[2])
 CASES: Mapping[str, tuple[Feature, str, tuple[int | None, ...]]] = {
     "bags": (Feature("", tables=MEAN_AND_SUM, **OWN_ROWS), "bags", (1, None)),
@@ -100,6 +109,17 @@ CASES: Mapping[str, tuple[Feature, str, tuple[int | None, ...]]] = {
         Feature("", processors="together", weighted=True, model=ProcessedFirst),
         "bags",
         (2,),
+    ),
+    "after_weighted_bags_travel": (
+        Feature(
+            "",
+            processors="by_feature",
+            weighted=True,
+            model=_ProcessedLast,
+            hot_rows={"t_a": "bags", "*": 2},
+        ),
+        "bags",
+        (1, 4, None),
     ),
 }
 
@@ -154,8 +174,10 @@ def test_modules_with_rows_of_their_own_share_an_exchange() -> None:
     assert "tables: interleaved in one exchange with more_tables" in summary
 
 
-def test_processed_tables_share_the_exchange_of_weighted_ones() -> None:
-    summary = run_once(_run, 2)[0]["beside_weighted", 2].summary
+@pytest.mark.parametrize("name", ["beside_weighted", "after_weighted_bags_travel"])
+def test_processed_tables_share_the_exchange_of_weighted_ones(name: str) -> None:
+    number = CASES[name][2][0]
+    summary = run_once(_run, 2)[0][name, number].summary
     assert "tables: interleaved in one exchange with more_tables" in summary
 
 

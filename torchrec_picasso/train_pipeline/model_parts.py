@@ -29,7 +29,7 @@ from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.proof.dense_part import outside_of_sharded
 from torchrec_picasso.rows.batch_rows import BatchRows, MicroBatchRows
 from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.rows.valid_features import with_own_weights
+from torchrec_picasso.rows.valid_features import with_own_weights, with_weights
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 
 _MADE_INSIDE = "its input is not read off the batch but made inside the model"
@@ -92,13 +92,9 @@ class ProcessedModule:
         parameters = [p.flatten() for p in self._module._feature_processors.parameters()]
         if parameters:
             weights_N = weights_N + 0.0 * torch.cat(parameters).sum()
-        given_N = rows.layout.weights_N
-        if len(by_module) == 1 or given_N is None:
-            return weights_N
-        # weights of the group are concatenated by module; this module's span is replaced
-        start = sum(features.values().numel() for features in by_module[:number])
-        end = start + weights_N.numel()
-        return torch.cat([given_N[:start], weights_N, given_N[end:]])
+        weighted = list(by_module)
+        weighted[number] = with_weights(features, weights_N)
+        return rows.group.in_one(weighted).weights()
 
 
 ScheduledModule = HotColdModule | ProcessedModule
