@@ -109,8 +109,9 @@ def test_noise_of_a_child_process_would_be_seen(tmp_path: Path) -> None:
         notebook.cells.append(nbformat.v4.new_code_cell(f"import os\nos.system({command!r})"))
     nbformat.write(notebook, tmp_path / "noise.ipynb")
     cells = executed(tmp_path / "noise.ipynb").cells
-    streams = [[o.name for o in cell.outputs if o.output_type == "stream"] for cell in cells]
-    assert streams == [["stdout"], ["stderr"]]
+    outputs = [output for cell in cells for output in cell.outputs]
+    # on a busy machine the output of a child process may arrive with the next cell's
+    assert [o.name for o in outputs if o.output_type == "stream"] == ["stdout", "stderr"]
 
 
 def test_skew_runs_on_a_parquet_file(tmp_path: Path) -> None:
