@@ -17,14 +17,19 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from tests.sharding.jobs import ATOL, RTOL, assert_same_results, whole
+from tests.sharding.jobs import ATOL, RTOL, assert_same_results, result_of_module, whole
 from tests.support.shared_run import run_once
+from tests.train_pipeline import runs
 from tests.train_pipeline.feature_cells import (
+    MODULES,
     TABLES,
     Feature,
     Model,
     Outcome,
+    batch_of,
+    build,
     collection,
+    dense_optimizer,
     own_rows,
     run_cell,
 )
@@ -167,6 +172,41 @@ def test_trains_as_torchrec_does(name: str, number: Any) -> None:
     results, expected = ([outcome.result for outcome in of] for of in (mine, its))
     assert whole(expected, "states")
     assert_same_results(results, expected)
+
+
+PROCESSED = {"ours": CASES["processors"][0], "TorchRec's": AROUND_OURS}
+"""By who makes the sharder of processed tables."""
+
+
+def _by_hand(rank: int, world_size: int) -> dict[tuple[str, bool], runs.Run]:
+    """Batch 0 after a preparation, 3 after detach() with others in flight, 5 at the end."""
+    found = {}
+    for name, feature in PROCESSED.items():
+        for is_ours in (True, False):
+            model = build(feature, "bags", is_ours)
+            optimizer = dense_optimizer(model)
+            batches = [batch_of(feature, rank, step, is_ours) for step in range(6)]
+            outputs = []
+            if is_ours:
+                pipeline = runs.pipeline_of(model, optimizer=optimizer, num_micro_batches=2)
+                pipeline.preparation()
+                outputs += runs.plain_steps(model, batches[:1], optimizer)
+                reader = iter([*batches[1:3], batches[4]])
+                outputs += [pipeline.progress(reader) for _ in range(2)]
+                pipeline.detach()
+                outputs += runs.plain_steps(model, batches[3:4], optimizer)
+                pipeline.attach()
+                outputs += runs.run_to_the_end(pipeline, reader)
+                pipeline.detach()
+                batches = batches[5:]
+            outputs += runs.plain_steps(model, batches, optimizer)
+            found[name, is_ours] = result_of_module(model, [], MODULES), outputs
+    return found
+
+
+@pytest.mark.parametrize("sharder", PROCESSED)
+def test_processed_tables_may_be_trained_by_hand(sharder: str) -> None:
+    runs.compare_runs(run_once(_by_hand, 2), (sharder, True), (sharder, False))
 
 
 def test_modules_with_rows_of_their_own_share_an_exchange() -> None:

@@ -32,7 +32,11 @@ from torchrec_picasso.train_pipeline.in_flight_batch import GroupBatch, InFlight
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.micro_batch_policy import MicroBatchPolicy
-from torchrec_picasso.train_pipeline.model_parts import inner_model, process_group_of
+from torchrec_picasso.train_pipeline.model_parts import (
+    inner_model,
+    mark_unpipelined,
+    process_group_of,
+)
 from torchrec_picasso.train_pipeline.operations import Operations, Program
 from torchrec_picasso.train_pipeline.options import (
     JoinOutputs,
@@ -311,7 +315,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._original_kjt_dist_forwards = self._pipelined.original_dist_forwards
         restore_regroups(self._regroups)
         self._policy.train_whole_next()
-        return super().detach()
+        model: nn.Module = super().detach()
+        mark_unpipelined(self._pipelined_modules)
+        return model
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
         """Takes over the model's sharded modules again; another model drops batches in flight."""

@@ -35,6 +35,7 @@ from torchrec_picasso.train_pipeline.made_ahead import MadeAhead
 from torchrec_picasso.train_pipeline.model_parts import (
     as_scheduled,
     inner_model,
+    mark_unpipelined,
     process_group_of,
     unpipelined_modules,
     why_computed_once,
@@ -222,6 +223,7 @@ class PipelinedModel:
         """Restores the model's own forwards."""
         originals = self.original_forwards, self.original_dist_forwards, self.postproc_modules
         detach_model(model, self.pipelined, *originals)
+        mark_unpipelined(self.pipelined)
 
     @property
     def num_changes(self) -> int:
