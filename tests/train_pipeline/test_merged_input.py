@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -65,6 +68,14 @@ class Crossed(Model):
         ids = features.values()
         crossed = torch.bitwise_xor(ids * 2654435761, ids.flip(0) >> 2)  # over the whole batch
         return self.ebc(_with_ids(features, crossed % ROWS))
+
+
+class Largest(Model):
+    """Raises for a batch without samples, such as the one that is read after the last."""
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        ids = features.values()
+        return self.ebc(_with_ids(features, ids % (ids.max() - 3)))
 
 
 class Shift(nn.Module):
@@ -156,6 +167,43 @@ class Written(Model):
         return self.ebc(_with_ids(features, (features.values() + self.by) % ROWS))
 
 
+class Chance(Model):
+    """Random numbers of no batch, equal in nearly all steps."""
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        by = int(random.random() < 1e-3)
+        return self.ebc(_with_ids(features, (features.values() + by) % ROWS))
+
+
+class Clamp(nn.Module):
+    def forward(self, ids: Tensor) -> None:
+        ids.clamp_(max=5)
+
+
+class Clamped(Model):
+    """A layer writes into what the model has made for the table."""
+
+    def make(self) -> None:
+        super().make()
+        self.clamp = Clamp()
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        ids = features.values() * 1
+        self.clamp(ids)
+        return self.ebc(_with_ids(features, ids))
+
+
+class ByArray(Model):
+    """State that no guard of a proof sees."""
+
+    def make(self) -> None:
+        super().make()
+        self.by = np.zeros(1, dtype=np.int64)
+
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        return self.ebc(_with_ids(features, (features.values() + int(self.by[0])) % ROWS))
+
+
 class InPlace(Model):
     def look_up(self, features: KeyedJaggedTensor) -> Any:
         ids = features.values() * 1
@@ -176,7 +224,17 @@ def _salt(model: Any, step: int) -> None:
 
 def _write(model: Any, step: int) -> None:
     if step == 3:
-        model.module.by.fill_(1)
+        model.module.by.fill(1) if isinstance(
+            model.module.by, np.ndarray
+        ) else model.module.by.fill_(1)
+
+
+def _write_data(model: Any, step: int) -> None:
+    model.module.by.data.fill_(step // 3)
+
+
+def _hook(model: Any) -> None:
+    model.module.shift.register_forward_hook(lambda module, args, output: None)
 
 
 IS = ["ebc: interleaved"]
@@ -188,10 +246,16 @@ def _refused(model: type[Model], what: str) -> Program:
     return Program(model=model, told=["ebc: not pipelined", _HERE, what], numbers=(1,))
 
 
+def _stale(model: type[Model], **around: Any) -> Program:
+    what = "gives ebc another input than ahead of the model: the model's forward reads state"
+    return Program(model=model, numbers=(1, 2), refused=(1, 2), refusal=what, **around)
+
+
 PROGRAMS = {
     "merged": Program(model=Merged, told=IS, numbers=NUMBERS),
     "of tensors": Program(model=OfTensors, told=IS, numbers=NUMBERS),
     "crossed": Program(model=Crossed, told=IS, numbers=NUMBERS),
+    "largest": Program(model=Largest, told=IS, numbers=NUMBERS),
     "shifted": Program(model=Shifted, told=IS, numbers=NUMBERS),
     "postproc": Program(
         model=Shifted, told=IS, numbers=NUMBERS, options={"pipeline_postproc": True}
@@ -206,24 +270,19 @@ PROGRAMS = {
     "noise": _refused(Noisy, "draws random numbers"),
     "dropout": _refused(Dropped, "draws random numbers (in training)"),
     "parameter": _refused(Learned, "reads a parameter"),
+    "chance": _refused(Chance, "comes after random numbers (in training)"),
+    "hook": dataclasses.replace(
+        _refused(Shifted, "follows a module with a hook on its forward"), prepare=_hook
+    ),
     "counter": _refused(Counting, "gives what the forward changes"),
     "module's counter": _refused(CountedShift, "changes an attribute"),
     "written buffer": _refused(Written, "gives what the forward changes"),
     "in place": _refused(InPlace, "writes in place"),
-    "attribute changed between steps": Program(
-        model=Salted,
-        before_step=_salt,
-        numbers=(1, 2),
-        refusal="gives ebc another input than ahead of the model: the model's forward reads state",
-        refused=(1, 2),
-    ),
-    "buffer written between steps": Program(
-        model=Buffered,
-        before_step=_write,
-        numbers=(1, 2),
-        refusal="reads a tensor that was written since",
-        refused=(1, 2),
-    ),
+    "written by a layer": _stale(Clamped),
+    "attribute changed between steps": _stale(Salted, before_step=_salt),
+    "buffer written between steps": _stale(Buffered, before_step=_write),
+    "buffer's data written between steps": _stale(Buffered, before_step=_write_data),
+    "array written between steps": _stale(ByArray, before_step=_write),
 }
 
 

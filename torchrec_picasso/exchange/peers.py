@@ -33,7 +33,7 @@ class Peers:
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self._rank, self._size = pg.rank(), pg.size()
-        self._has_told = False
+        self._has_told = True  # an earlier pipeline of the group may have
         self._store: dist.Store | None = None
         with suppress(RuntimeError):
             self._store = pg.get_group_store()
@@ -46,7 +46,8 @@ class Peers:
         with its message, or does not answer.
         """
         if self._has_told and self._store is not None:  # it continued: its entry is outdated
-            self._store.delete_key(f"{_PREFIX}{self._rank}")
+            with suppress(RuntimeError):
+                self._store.delete_key(f"{_PREFIX}{self._rank}")
         self._has_told = False
         try:
             yield

@@ -283,8 +283,10 @@ class BatchQueue:
                 return InFlightBatch(
                     **refused, setting=setting, sizes_K=[0], micro_batches_K=[fetched.batch]
                 )
-            before = self._inflights[-1].batch
-            stand_in = Fetched(before, self._feed.create_context(), refusal=refusal)
+            before, context = self._inflights[-1], self._feed.create_context()
+            # the model's code, which may have raised, does not run again
+            context.postproc_fwd_results = before.context.postproc_fwd_results
+            stand_in = Fetched(before.batch, context, has_data=fetched.has_data, refusal=refusal)
             return self._split(stand_in, setting)
 
     def _split(self, fetched: Fetched, setting: Setting) -> InFlightBatch:
@@ -305,11 +307,14 @@ class BatchQueue:
             if sizes_K[0] < num_samples:
                 try:
                     micro_batches_K = list(self._options.split(batch, sizes_K))
+                    parts = micro_batches_K, sizes_K
+                    self._pipelined.make_parts(batch, fetched.context, *parts)
                 except (CompatError, InputError) as error:
                     if not self._has_logged:  # later batches are like it
                         self._has_logged = True
                         reason = reason_of(error)
                         _log.info("a batch is trained whole, it cannot be split: %s", reason)
+                    micro_batches_K = [batch, *[None] * (setting.num_micro_batches - 1)]
                     sizes_K = [num_samples, *[0] * (setting.num_micro_batches - 1)]
         inflight = InFlightBatch(
             **vars(fetched), setting=setting, sizes_K=sizes_K, micro_batches_K=micro_batches_K

@@ -74,6 +74,8 @@ class InputSlice:
         ]
         kept = [Kept("", place) for m in inside for place in (vars(m), m._buffers)]
         values: dict[Node, Any] = {}
+        if any(module._forward_hooks or module._forward_pre_hooks for module in inside):
+            return f"{self.call.meta['line']} follows a module with a hook on its forward"
         for node in self.nodes:
             before = random_states()
             try:
@@ -118,7 +120,9 @@ def run_node(node: Node, batch: Any, values: Mapping[Node, Any], model: nn.Modul
 def outside_of(node: Node, model: nn.Module) -> list[Tensor]:
     """Lists the tensors of the model that a node reads."""
     if node.op == "call_module":
-        return list(_module(node, model).buffers())
+        module = _module(node, model)
+        held = [value for inside in module.modules() for value in vars(inside).values()]
+        return [*module.buffers(), *(value for value in held if isinstance(value, Tensor))]
     return [node.meta["value"]] if node.op == "get_attr" else []
 
 
@@ -133,8 +137,12 @@ class _Tracer(Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> Node:
         """Makes a node of the graph."""
         node: Node = super().create_node(*args, **kwargs)
-        node.meta["line"] = current_line()
+        node.meta |= {"line": current_line(), "random": _random_state()}
         return node
+
+
+def _random_state() -> tuple[Any, ...]:
+    return *random_states().values(), torch.get_rng_state().numpy().tobytes()
 
 
 def traced(model: nn.Module) -> Graph:
@@ -155,6 +163,8 @@ def slice_of(graph: Graph, name: str, model: nn.Module) -> InputSlice | str | No
     call = calls[0]
     if len(calls) > 1 or len(call.all_input_nodes) != 1 or len(call.args) + len(call.kwargs) != 1:
         return f"{calls[-1].meta['line']} calls it again, or with more than one argument"
+    if call.meta["random"] != next(iter(graph.nodes)).meta["random"]:
+        return f"{call.meta['line']} comes after random numbers"
     needed = _back_from(call) - {call}
     first = next(node for node in graph.nodes if node.op == "placeholder")
     for node in graph.nodes:

@@ -3,8 +3,9 @@
 A slice runs on the whole batch when the batch is read. The model's forward of a whole batch gets
 the results of the slice's operators instead of computing them again, and each module checks that it
 is called with the input that was made ahead, since state may have changed. Micro-batches get their
-parts of what the whole batch's input looked up, as in a plain loop; their forwards compute their
-own part of the slice, which other layers may read.
+parts of what the whole batch's input looked up, as in a plain loop. The slice runs on each of them
+too, for its other layers and the same check; a batch whose input is not that of its parts is not
+cut.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso._torchrec import ArgInfo, BaseArgInfoStep, CallArgs, TrainPipelineContext
 from torchrec_picasso.batches.members import arguments_of
+from torchrec_picasso.batches.split import split_output
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import agree_on
 from torchrec_picasso.train_pipeline.input_slice import (
@@ -62,6 +64,7 @@ class MadeAhead:
         self._context = TrainPipelineContext()
         self._by_mode: dict[bool, dict[str, InputSlice]] = {True: {}, False: {}}
         self._in_forward: _Once | None = None
+        self._asked = names
         self.refused: dict[str, str] = {}
         """Modules that cannot be interleaved: the line of the model, and what it does there."""
         for mode in (model.training, not model.training) if names else ():
@@ -91,7 +94,7 @@ class MadeAhead:
     def names(self) -> list[str]:
         """Modules whose input is made ahead."""
         found = {**self._by_mode[True], **self._by_mode[False]}
-        return [name for name in found if name not in self.refused]
+        return [name for name in self._asked if name in found and name not in self.refused]
 
     def try_on(self, batch: Any, pg: dist.ProcessGroup, device: torch.device) -> None:
         """Runs the slices on a batch, and refuses on all ranks those that may not run ahead.
@@ -102,8 +105,10 @@ class MadeAhead:
                 for name in [name for name in self.names if name in slices]:
                     reason = slices[name].why_not_ahead(batch, self._model)
                     found[name] = found.get(name) or (reason and f"{reason} ({_word(mode)})")
-        for name in self.names:
-            reason = agree_on(pg, device, found[name])
+        # a trace may end otherwise on another rank
+        for name in self._asked:
+            own = None if name in self.names else "no call of it is seen"
+            reason = agree_on(pg, device, self.refused.get(name) or found.get(name) or own)
             if reason is not None:
                 self.refused[name] = reason
 
@@ -124,15 +129,47 @@ class MadeAhead:
         if self.is_of_other_mode(self._context):
             del self._context.postproc_fwd_results[_KEY]
         results = self._context.postproc_fwd_results
-        once = results.setdefault(_KEY, _Once(self._model.training))
+        return self._made(name, batch, results.setdefault(_KEY, self._new()))
+
+    def _new(self) -> _Once:
+        return _Once(self, self._model.training)
+
+    def _made(self, name: str, batch: Any, once: _Once) -> Any:
         found = self._slice(name)
         with once.recording():
             for node in found.nodes:
-                if node not in once.values:
-                    read = outside_of(node, self._model)
-                    once.outside += [(node.meta["line"], each, each._version) for each in read]
+                if node in once.values:
+                    continue
+                once.outside |= {id(each): each for each in outside_of(node, self._model)}
+                try:
                     once.values[node] = run_node(node, batch, once.values, self._model)
-        return once.values[found.input]
+                except Exception as error:  # any error of the model's code
+                    raised = f"{node.meta['line']} raises {type(error).__name__}: {error}"
+                    raise CompatError(raised) from error
+        made = once.values[found.input]
+        once.unwritten.setdefault(name, _key_of(arguments_of(made)))
+        return made
+
+    def make_part(self, context: TrainPipelineContext, micro_batch: Any, number: int) -> None:
+        """Makes the modules' inputs for a micro-batch, by its position in the batch."""
+        once, part = context.postproc_fwd_results[_KEY], self._new()
+        once.parts[number:] = [part]
+        for name in self.names:
+            self._made(name, micro_batch, part)
+
+    def check_parts(self, context: TrainPipelineContext, sizes: Sequence[int]) -> None:
+        """Compares inputs of micro-batches, of these numbers of samples, with the whole batch's.
+
+        Raises CompatError if they are not its parts.
+        """
+        for name in self.names:
+            once = context.postproc_fwd_results[_KEY]
+            found = self._slice(name)
+            whole = maybe_td_to_kjt(once.values[found.input], None)
+            parts = split_output(whole, sizes, f"{name} gets")
+            made = [part.values[found.input] for part in once.parts]
+            if not all(map(_is_same, made, parts)):
+                raise CompatError(f"{found.call.meta['line']} gives {name} other parts of a batch")
 
     def _slice(self, name: str) -> InputSlice:
         modes = self._model.training, not self._model.training
@@ -144,26 +181,27 @@ class MadeAhead:
         return [] if once is None else once.tensors()
 
     def is_of_other_mode(self, context: TrainPipelineContext) -> bool:
-        """Whether a batch was read in training for evaluation, or so, and this matters."""
-        once = context.postproc_fwd_results.get(_KEY)
-        if once is None or once.training == self._model.training:
+        """Whether a batch was read in training for evaluation, or so, and this matters, or before
+        the model was attached again."""
+        once: _Once | None = context.postproc_fwd_results.get(_KEY)
+        if once is None or once.made_by is not self:
+            return once is not None
+        if once.training == self._model.training:
             return False
         slices, others = self._by_mode[True], self._by_mode[False]
         return any(slices[n] is not others.get(n, slices[n]) for n in self.names if n in slices)
 
     @contextmanager
-    def in_forward(self, context: TrainPipelineContext, is_whole: bool) -> Iterator[None]:
-        """In this context the model runs forward on a batch, or on a micro-batch of it.
-
-        Raises CompatError if a tensor of the model that slices read was written since.
-        """
+    def in_forward(
+        self, context: TrainPipelineContext, micro_batch: int | None = None
+    ) -> Iterator[None]:
+        """In this context the model runs forward on a batch, or on one of its micro-batches."""
         once: _Once | None = context.postproc_fwd_results.get(_KEY)
-        for line, tensor, version in once.outside if once is not None else ():
-            if tensor._version != version:
-                raise CompatError(_stale(f"{line} reads a tensor that was written since"))
-        if once is None or not is_whole:
+        if once is None:
             yield
             return
+        if micro_batch is not None:
+            once = once.parts[micro_batch]
         once.to_check, self._in_forward = set(self.names), once
         try:
             with once.giving():
@@ -184,7 +222,8 @@ class MadeAhead:
             once.leave()
         found = self._slice(name)
         given, ahead = next(iter((*args, *kwargs.values()))), once.values[found.input]
-        if not _is_same(given, ahead):
+        is_written = _key_of(arguments_of(ahead)) != once.unwritten[name]
+        if is_written or not _is_same(given, ahead):
             line = found.call.meta["line"]
             raise CompatError(_stale(f"{line} gives {name} another input than ahead of the model"))
 
@@ -222,33 +261,45 @@ class _Once(TorchFunctionMode):
     kept, so that no other object gets their identity.
     """
 
-    def __init__(self, training: bool) -> None:
+    def __init__(self, made_by: MadeAhead, training: bool) -> None:
         super().__init__()
-        self.training = training
-        """Mode of the model that the slices are of."""
+        self.made_by, self.training = made_by, training
+        """Owner of the slices, and mode of the model that they are of."""
         self.values: dict[Node, Any] = {}
         """Values of the slices' nodes."""
-        self.outside: list[tuple[str, Tensor, int]] = []
-        """Tensors of the model that slices read: line, tensor and its version."""
+        self.parts: list[_Once] = []
+        """The same of the batch's micro-batches."""
+        self.unwritten: dict[str, Hashable] = {}
+        """The modules' inputs as they were made, by name."""
+        self.outside: dict[int, Tensor] = {}
+        """Tensors of the model that slices read, by identity. Their data may be written without a
+        trace, so operators that read them run again."""
         self.to_check: set[str] = set()
         """Modules that the current forward has not called."""
         self._made: dict[Hashable, list[tuple[Any, Any, Hashable]]] = {}
         self._is_recording = self._is_entered = False
         self._is_pure = True
 
+    def __deepcopy__(self, memo: Any) -> _Once:
+        """Returns itself: copies of a batch are not read again."""
+        return self
+
     def tensors(self) -> list[Tensor]:
-        """Lists the tensors that were made."""
+        """Lists the tensors that were made, for micro-batches too."""
         made = [result for kept in self._made.values() for result, _, _ in kept]
+        made += [part.tensors() for part in self.parts]
         return [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Keeps the results of the operators that run in this context."""
         self._is_recording = True
-        # tensors of the inference mode could not be used in training
-        with torch.inference_mode(False), self:
-            yield
-        self._is_recording = False
+        try:
+            # tensors of the inference mode could not be used in training
+            with torch.inference_mode(False), self:
+                yield
+        finally:
+            self._is_recording = False
         if not self._is_pure:
             self._made.clear()
 
@@ -288,7 +339,8 @@ class _Once(TorchFunctionMode):
         # results that are written later are not those of their operators
         self._is_pure &= key == _key_of((func, args, kwargs))
         leaves = tree_leaves(result)
-        if all(isinstance(leaf, Tensor | int | float) for leaf in leaves):
+        is_inside = not any(id(leaf) in self.outside for leaf in tree_leaves((args, kwargs)))
+        if is_inside and all(isinstance(leaf, Tensor | int | float) for leaf in leaves):
             is_floating = any(isinstance(x, Tensor) and x.is_floating_point() for x in leaves)
             own = list(result) if type(result) is list else result
             kept = own, (args, kwargs), _settings() if is_floating else None

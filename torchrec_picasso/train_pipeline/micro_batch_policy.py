@@ -141,15 +141,10 @@ class MicroBatchPolicy:
         same as the batch. The step has not begun.
         """
         # before a proof or comparison: these compute the outputs of the batch that the step uses
-        inflight.is_whole |= self._is_next_whole or self._may_have_other_input(has_changed)
+        inflight.is_whole |= self._is_next_whole
         self._has_examined = self._examine(inflight, has_changed)
         inflight.is_whole |= self._asked is None and self._proof is None
         self._is_next_whole = False
-
-    def _may_have_other_input(self, has_changed: bool) -> bool:
-        """Whether inputs that were made ahead may be stale, which whole batches check."""
-        is_checked = self._guard is not None or self._num_steps == 0
-        return bool(self._evidence.pipelined.made_ahead.names) and (has_changed or not is_checked)
 
     def end_step(self, settings: Sequence[Setting]) -> None:
         """Gives the autotuner the time of a step that worked on batches with these settings.

@@ -172,7 +172,8 @@ class Operations:
         reducing = nullcontext() if is_one else without_reduction(self.program.model)
         part_of, context = itemgetter(run.number), inflight.context
         parts = self.pipelined.postprocs_for_part(context, sizes, part_of)
-        made = self.pipelined.made_ahead.in_forward(context, is_whole=len(sizes) == 1)
+        micro_batch = run.micro_batches[0] if len(sizes) > 1 else None
+        made = self.pipelined.made_ahead.in_forward(context, micro_batch)
         with reducing, parts, made:
             losses, output = self.program.forward(run.batch)
         inflight.outputs_K[index] = output

@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
+from operator import itemgetter
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from torchrec_picasso._torchrec import (
 from torchrec_picasso.batches.feed import IdStream
 from torchrec_picasso.batches.split import SPLIT_ADVICE, count_samples, split_output
 from torchrec_picasso.errors import CompatError
+from torchrec_picasso.exchange.agreement import Agreement, agree_on
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.proof.dense_part import without_a_trace
 from torchrec_picasso.sharding.sharded_module import HotColdModule
@@ -101,7 +104,8 @@ class PipelinedModel:
             )
             self.made_ahead = MadeAhead(self.inner, changed)
             """Inputs that the model makes between the batch and its tables."""
-            if batch is not None and self.made_ahead.names:
+            differs = None if batch is None else self._why_ranks_differ(changed)
+            if batch is not None and differs is None:
                 with id_stream.working():
                     id_stream.take_batch(batch)
                     self.made_ahead.try_on(batch, self.pg, device)
@@ -130,6 +134,23 @@ class PipelinedModel:
         """Reads ids in a data loader, for one micro-batch."""
         self.num_prepared = [0, 0]
         """Exchanges of prepared batches whose ids the step read again, and those that used them."""
+        if differs is not None:
+            self.release(model)
+            raise CompatError(differs)
+
+    def _why_ranks_differ(self, changed: Sequence[str]) -> str | None:
+        """Names the modules in question, if tracing has found other ones on another rank.
+        Collective."""
+        found = [module.forward.name for module in self.pipelined], list(changed)
+        digests = Agreement(self.pg, self.device, [crc32(repr(found).encode())]).wait()
+        if all(digest == digests[0] for digest in digests):
+            return None
+        return agree_on(
+            self.pg,
+            self.device,
+            f"the model's forward differs by rank: on rank {self.pg.rank()} it reads the input of "
+            f"{found[0]} off the batch and makes that of {found[1]}; let all ranks run the same",
+        )
 
     def _pipeline(
         self, name: str, context: TrainPipelineContext, stream: torch.Stream | None
@@ -309,6 +330,24 @@ class PipelinedModel:
                 part.postproc_fwd_results[name] = part_of(split_output(result, sizes, source))
             context = part
         return self._reading_in(context)
+
+    def make_parts(
+        self,
+        batch: Any,
+        context: TrainPipelineContext,
+        micro_batches: Sequence[Any],
+        sizes: Sequence[int],
+    ) -> None:
+        """Makes the inputs of micro-batches that the model makes itself; CompatError if they are
+        not parts of the whole batch's."""
+        ahead = self.made_ahead
+        with self._reading_in(context):
+            for name in ahead.names:
+                ahead.input_of(name, batch)
+        for number, micro_batch in enumerate(micro_batches if ahead.names else ()):
+            with self.postprocs_for_part(context, sizes, itemgetter(number)):
+                ahead.make_part(context, micro_batch, number)
+        ahead.check_parts(context, sizes)
 
     def _reading_in(self, context: TrainPipelineContext) -> AbstractContextManager[None]:
         """In this context, postprocs and inputs that are made ahead run, or return their result."""
