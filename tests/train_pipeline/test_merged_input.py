@@ -204,6 +204,27 @@ class ByArray(Model):
         return self.ebc(_with_ids(features, (features.values() + int(self.by[0])) % ROWS))
 
 
+class Compiled(Shifted):
+    """A compiled layer makes the ids, another one runs before the tables."""
+
+    def make(self) -> None:
+        super().make()
+        self.shift = torch.compile(Shift(), backend="eager")
+        self.before = torch.compile(nn.Linear(4, 4), backend="eager")
+
+    def forward(self, batch: Batch) -> tuple[Any, Any]:
+        dense = self.before(batch.dense_features)
+        pooled = self.look_up(batch.sparse_features)
+        return self.head(pooled, Batch(dense, batch.sparse_features, batch.labels))
+
+
+class Cast(OfTensors):
+    def forward(self, batch: Batch) -> tuple[Any, Any]:
+        with torch.autocast("cpu", torch.bfloat16):
+            dense = batch.dense_features @ torch.eye(4)
+        return super().forward(Batch(dense.float() * 0.9, batch.sparse_features, batch.labels))
+
+
 class InPlace(Model):
     def look_up(self, features: KeyedJaggedTensor) -> Any:
         ids = features.values() * 1
@@ -260,6 +281,8 @@ PROGRAMS = {
     "postproc": Program(
         model=Shifted, told=IS, numbers=NUMBERS, options={"pipeline_postproc": True}
     ),
+    "compiled": Program(model=Compiled, told=IS, numbers=(1, None)),
+    "cast": _refused(Cast, "is in a mode of its own, such as autocast (in training)"),
     "stock tables": Program(
         model=Merged,
         told=[*IS, "ebc (stock tables): computed once"],

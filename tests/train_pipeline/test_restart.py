@@ -164,6 +164,19 @@ def _trained_while_detached(model: Any, pipeline: Any, job: Job, rank: int) -> l
     return outputs + runs.plain_steps(model, runs.batches_of(job, rank, (13,)))
 
 
+def _evaluated_in_inference_mode(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
+    """First 0 and 1, and 5 in between; outputs are those of training."""
+    batches, outputs = iter(runs.batches_of(job, rank, STEPS)), []
+    for step in STEPS:
+        is_trained = step not in (0, 1, 5)
+        model.train(is_trained)
+        with nullcontext() if is_trained else torch.inference_mode():
+            output = pipeline.progress(batches)
+        assert output.is_inference() is not is_trained
+        outputs += [output] if is_trained else []
+    return outputs
+
+
 AROUND_RAISED, AROUND_DETACHED = [0, 1, 2, 6, 7, 8], [0, 1, 2, 10, 11, 3, 4, 12, 5, 13]
 CASES: dict[str, tuple[Callable[..., list[Tensor]], Job, int, list[int]]] = {
     "forward raised, K=1": (_forward_raises, HOT_COLD, 1, AROUND_RAISED),
@@ -175,6 +188,9 @@ CASES: dict[str, tuple[Callable[..., list[Tensor]], Job, int, list[int]]] = {
     "iterator of one rank raised": (_one_iterator_raises, HOT_COLD, 2, [0, 2, *STEPS[4:]]),
     "iterator of one rank raised, stock": (_one_iterator_raises, STOCK, 1, [0, 2, *STEPS[4:]]),
     "interrupted": (_interrupted, HOT_COLD, 2, AROUND_RAISED),
+    "inference mode, K=1": (_evaluated_in_inference_mode, HOT_COLD, 1, [2, 3, 4, 6, 7, 8]),
+    "inference mode, K=4": (_evaluated_in_inference_mode, WAVES, 4, [2, 3, 4, 6, 7, 8]),
+    "inference mode, stock beside": (_evaluated_in_inference_mode, MIXED, 1, [2, 3, 4, 6, 7, 8]),
     "bad batches": (_bad_batches, HOT_COLD, 2, [1, 5, 6, 7, 8]),
     "detached, K=1": (_trained_while_detached, HOT_COLD, 1, AROUND_DETACHED),
     "detached, K=4": (_trained_while_detached, HOT_COLD, 4, AROUND_DETACHED),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchrec.distributed.types import ShardedModule
@@ -137,7 +138,8 @@ class _Tracer(Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> Node:
         """Makes a node of the graph."""
         node: Node = super().create_node(*args, **kwargs)
-        node.meta |= {"line": current_line(), "random": _random_state()}
+        modes = *map(id, _get_current_function_mode_stack()), *settings_of_floats()
+        node.meta |= {"line": current_line(), "random": _random_state(), "modes": modes}
         return node
 
 
@@ -176,6 +178,8 @@ def slice_of(graph: Graph, name: str, model: nn.Module) -> InputSlice | str | No
             found = "writes in place"
         elif node not in needed:
             continue
+        elif node.meta["modes"] != first.meta["modes"]:
+            found = "is in a mode of its own, such as autocast"
         elif node.op == "placeholder" and (node is not first or hasattr(node, "ph_key")):
             found = "reads an argument beside the batch"
         elif node.op == "get_attr" and not isinstance(node.meta["value"], Tensor):
@@ -185,6 +189,13 @@ def slice_of(graph: Graph, name: str, model: nn.Module) -> InputSlice | str | No
         if found is not None:
             return f"{node.meta['line']} {found}"
     return InputSlice([node for node in graph.nodes if node in needed], call)
+
+
+def settings_of_floats() -> tuple[Any, ...]:
+    """Settings by which floating numbers differ."""
+    names = ("cpu", "cuda")
+    casts = [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in names]
+    return torch.get_default_dtype(), *casts
 
 
 def _back_from(node: Node, stop: str = "") -> set[Node]:

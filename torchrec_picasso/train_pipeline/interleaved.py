@@ -37,7 +37,7 @@ from torchrec_picasso.train_pipeline.model_parts import (
     mark_unpipelined,
     process_group_of,
 )
-from torchrec_picasso.train_pipeline.operations import Operations, Program
+from torchrec_picasso.train_pipeline.operations import InferenceMode, Operations, Program
 from torchrec_picasso.train_pipeline.options import (
     JoinOutputs,
     PipelineOptions,
@@ -158,6 +158,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             self._id_stream,
         )
         self._lifecycle = Lifecycle()
+        self._inference = InferenceMode()
         self._hot_sets = HotSets(refresh, verify_every, self._id_stream)
         self._watch = StepWatch(on_step, device)
         self._injected: list[str] = []
@@ -247,7 +248,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
                     num_samples = self._stock.end_step(self)
                     groups: list[GroupBatch] = []
                 else:
-                    inflight = self._take_step(dataloader_iter)
+                    with self._inference.left():
+                        inflight = self._take_step(dataloader_iter)
                     num_samples, groups = inflight.num_samples, inflight.groups
                     sizes = [run.num_samples for run in inflight.runs]
                     output = self._options.join(list(inflight.outputs_K.values()), sizes)
@@ -398,6 +400,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             zero_grad=lambda: self._optimizer.zero_grad(),
             wait_plain=self.wait_sparse_data_dist,
             losses=Losses(self._options.loss_reduction),
+            inference=self._inference,
         )
 
     def summary(self) -> str:

@@ -11,7 +11,7 @@ cut.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torchrec_picasso.train_pipeline.input_slice import (
     InputSlice,
     outside_of,
     run_node,
+    settings_of_floats,
     slice_of,
     traced,
 )
@@ -279,6 +280,7 @@ class _Once(TorchFunctionMode):
         self._made: dict[Hashable, list[tuple[Any, Any, Hashable]]] = {}
         self._is_recording = self._is_entered = False
         self._is_pure = True
+        self._stance = ExitStack()
 
     def __deepcopy__(self, memo: Any) -> _Once:
         """Returns itself: copies of a batch are not read again."""
@@ -296,7 +298,7 @@ class _Once(TorchFunctionMode):
         self._is_recording = True
         try:
             # tensors of the inference mode could not be used in training
-            with torch.inference_mode(False), self:
+            with torch.inference_mode(False), _uncompiled(), self:
                 yield
         finally:
             self._is_recording = False
@@ -308,6 +310,7 @@ class _Once(TorchFunctionMode):
         """Operators of this context take kept results, until :meth:`leave`."""
         self._is_entered = bool(self._made)
         if self._is_entered:
+            self._stance.enter_context(_uncompiled())
             self.__enter__()
         try:
             yield
@@ -317,6 +320,7 @@ class _Once(TorchFunctionMode):
     def leave(self) -> None:
         """Drops the results; ends :meth:`giving` unless the model has entered a mode of its own."""
         self._made.clear()
+        self._stance.close()
         if self._is_entered and _get_current_function_mode_stack()[-1] is self:
             self._is_entered = False
             self.__exit__(None, None, None)
@@ -332,7 +336,7 @@ class _Once(TorchFunctionMode):
         key = _key_of((func, args, kwargs))
         if not self._is_recording:
             found = self._made.get(key, [])
-            if found and found[0][2] in (None, _settings()):
+            if found and found[0][2] in (None, settings_of_floats()):
                 return found.pop(0)[0]
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -343,9 +347,16 @@ class _Once(TorchFunctionMode):
         if is_inside and all(isinstance(leaf, Tensor | int | float) for leaf in leaves):
             is_floating = any(isinstance(x, Tensor) and x.is_floating_point() for x in leaves)
             own = list(result) if type(result) is list else result
-            kept = own, (args, kwargs), _settings() if is_floating else None
+            kept = own, (args, kwargs), settings_of_floats() if is_floating else None
             self._made.setdefault(key, []).append(kept)
         return result
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Context in which compiled functions run as they are: dynamo computes something else if a
+    function mode is active."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _key_of(value: Any) -> Hashable:
@@ -359,13 +370,6 @@ def _key_of(value: Any) -> Hashable:
     if isinstance(value, slice):
         return slice, *map(_key_of, (value.start, value.stop, value.step))
     return type(value), value if isinstance(value, Hashable) else id(value)
-
-
-def _settings() -> Hashable:
-    """Settings by which floating numbers differ."""
-    names = ("cpu", "cuda")
-    casts = [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in names]
-    return torch.get_default_dtype(), *casts
 
 
 def _is_same(one: Any, other: Any) -> bool:

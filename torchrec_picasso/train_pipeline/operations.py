@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -59,6 +59,29 @@ class Program:
     wait_plain: Callable[[TrainPipelineContext], None]
     """Waits for the input dists of plain modules, which run once per batch."""
     losses: Losses
+    inference: InferenceMode
+
+
+class InferenceMode:
+    """The inference mode of a step's caller. Only the model's forward runs in it: training
+    could not write into the tensors that other operations keep."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Context of a step."""
+        self._is_on = torch.is_inference_mode_enabled()
+        with ExitStack() as stack:
+            if self._is_on:
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+            yield
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """Context of the model's forward."""
+        return torch.inference_mode() if self._is_on else nullcontext()
 
 
 def _for_each_group(method: Callable[[GroupBatch], Callable[..., None]]) -> Callable[..., None]:
@@ -174,7 +197,7 @@ class Operations:
         parts = self.pipelined.postprocs_for_part(context, sizes, part_of)
         micro_batch = run.micro_batches[0] if len(sizes) > 1 else None
         made = self.pipelined.made_ahead.in_forward(context, micro_batch)
-        with reducing, parts, made:
+        with reducing, parts, made, self.program.inference.entered():
             losses, output = self.program.forward(run.batch)
         inflight.outputs_K[index] = output
         if self.program.model.training:  # in evaluation losses may have any form
