@@ -299,7 +299,7 @@ class _WholePooling:
         starts = {
             "row_of_lookup_N": first_row,
             "bag_offsets_S1": lookups.start,
-            "bags_by_row_N": 0 if is_sequence else bags.start,
+            "bags_by_row_N": bags.start,
             "lookups_by_row_N": lookups.start,
             "row_offsets_U1": by_row.start,
             "gradient_position_U": first_row,
@@ -308,8 +308,7 @@ class _WholePooling:
         return starts, PoolingIndex(
             row_of_lookup_N=self.fetch_position_N[lookups],
             bag_offsets_S1=None if is_sequence else offsets_S1,
-            # In a sequence matrix every lookup is its own bag.
-            bags_by_row_N=(grouped.lookups_N if is_sequence else self.bag_by_row)[by_row],
+            bags_by_row_N=None if is_sequence else self.bag_by_row[by_row],
             lookups_by_row_N=grouped.lookups_N[by_row],
             row_offsets_U1=grouped.offsets_G1[groups.start : groups.stop + 1],
             mean_S=self.cut.mean_MK[matrix][k],
@@ -360,23 +359,20 @@ def _edges(counts: Counts) -> list[int]:
     return [0, *accumulate(count for row in counts for count in row)]
 
 
-def _shifted(indexes: Sequence[tuple[dict[str, int], PoolingIndex]]) -> list[PoolingIndex]:
+def _shifted(parts: Sequence[tuple[dict[str, int], PoolingIndex]]) -> list[PoolingIndex]:
     """Subtracts a start from each of the named tensors, all in one operator."""
-    changes: list[dict[str, Any]] = [{} for _ in indexes]
+    changes: list[dict[str, Any]] = [{} for _ in parts]
     wanted = [
-        (own, name, getattr(index, name), start)
-        for (starts, index), own in zip(indexes, changes)
+        (changed, name, getattr(index, name), start)
+        for (starts, index), changed in zip(parts, changes)
         for name, start in starts.items()
         if start and getattr(index, name) is not None
     ]
     if wanted:
         owners, names, tensors, starts = zip(*wanted)
-        for own, name, shifted in zip(owners, names, torch._foreach_sub(tensors, starts)):
-            own[name] = shifted
-    for (_, index), own in zip(indexes, changes):
-        if not index.has_pooling:  # every lookup is a bag
-            own["bags_by_row_N"] = own.get("lookups_by_row_N", index.lookups_by_row_N)
-    return [replace(index, **own) for (_, index), own in zip(indexes, changes)]
+        for changed, name, tensor in zip(owners, names, torch._foreach_sub(tensors, starts)):
+            changed[name] = tensor
+    return [replace(index, **changed) for (_, index), changed in zip(parts, changes)]
 
 
 def _flags(mean_F: Tensor, size: int | None, bags_F: Sequence[int]) -> Tensor:

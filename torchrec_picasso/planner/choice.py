@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -118,50 +119,71 @@ def choose(
     by position; the other tables are stock. ``None`` = the cost model chooses.
     """
     works = tuple(TableWork(table.load, pricer.world_size) for table in tables)
-    stock_costs = marginal_stock_costs(works, pricer.curves, pricer.world_size)
-
-    def price(forms: Forms, num_hot: Mapping[int, int], pricer: StepPricer = pricer) -> PricedPlan:
-        """Prices a plan with the best types of the stock tables."""
-        found, *others = (
-            price_plan(works, forms, num_hot, stock_types, pricer)
-            for stock_types in _stock_plans(tables, works, forms, pricer)
-        )
-        for plan in others:
-            if plan.step.step_ms < found.step.step_ms * (1 - _TYPE_MARGIN):
-                found = plan
-        return found
-
-    def with_best_hot_rows(forms: Forms) -> PricedPlan:
-        found = price(forms, {})
-        rows = [i for i, form in forms.items() if form == "rows" and tables[i].no_hot_rows is None]
-        for chance in _HOT_CHANCES if pricer.world_size > 1 and rows else ():
-            num_hot = _frequent_rows(works, rows, chance, replica_budget_bytes)
-            plan = price_plan(works, forms, num_hot, dict(enumerate(found.stock_types)), pricer)
-            # budgets ascend: a larger one must be clearly better
-            if plan.step.step_ms < found.step.step_ms * (1 - _HOT_MARGIN):
-                found = plan
-        return found
-
+    price = partial(_price, tables, works)
     priced_ms: dict[str, float] = {}
     if given_hot is not None:
-        chosen = price({position: tables[position].forms[0] for position in given_hot}, given_hot)
+        forms: Forms = {position: tables[position].forms[0] for position in given_hot}
+        chosen = price(pricer, forms, given_hot)
     else:
         forms_by_plan = _plans(tables, works)
-        plans = {name: with_best_hot_rows(forms) for name, forms in forms_by_plan.items()}
+        plans = {
+            name: _with_best_hot_rows(tables, works, pricer, forms, replica_budget_bytes)
+            for name, forms in forms_by_plan.items()
+        }
         priced_ms = {name: plan.step.step_ms for name, plan in plans.items()}
         name = _fastest(plans, pricer)
         if name != "stock" and not pricer.curves.local.measured:
             # the gain must not depend on the core that was assumed
             newer = pricer.with_local(LocalCosts.newer_core())
             num_hot = dict(enumerate(plans[name].num_hot))
-            plan, stock_plan = (price(forms_by_plan[n], num_hot, newer) for n in (name, "stock"))
+            plan, stock_plan = (price(newer, forms_by_plan[n], num_hot) for n in (name, "stock"))
             if not _is_faster(plan.step, stock_plan.step, newer):
                 name = "stock"
         chosen = plans[name]
-    stock = price({}, {}) if all(table.stock_types for table in tables) else None
     return Choice(
-        **vars(chosen), works=works, stock=stock, stock_costs=stock_costs, priced_ms=priced_ms
+        **vars(chosen),
+        works=works,
+        stock=price(pricer, {}, {}) if all(table.stock_types for table in tables) else None,
+        stock_costs=marginal_stock_costs(works, pricer.curves, pricer.world_size),
+        priced_ms=priced_ms,
     )
+
+
+def _price(
+    tables: Sequence[TableInfo],
+    works: Sequence[TableWork],
+    pricer: StepPricer,
+    forms: Forms,
+    num_hot: Mapping[int, int],
+) -> PricedPlan:
+    """Prices a plan with the best types of the stock tables."""
+    found, *others = (
+        price_plan(works, forms, num_hot, stock_types, pricer)
+        for stock_types in _stock_plans(tables, works, forms, pricer)
+    )
+    for plan in others:
+        if plan.step.step_ms < found.step.step_ms * (1 - _TYPE_MARGIN):
+            found = plan
+    return found
+
+
+def _with_best_hot_rows(
+    tables: Sequence[TableInfo],
+    works: Sequence[TableWork],
+    pricer: StepPricer,
+    forms: Forms,
+    budget_bytes: float,
+) -> PricedPlan:
+    """Prices a plan with several budgets of hot rows, none included; returns the best."""
+    found = _price(tables, works, pricer, forms, {})
+    rows = [i for i, form in forms.items() if form == "rows" and tables[i].no_hot_rows is None]
+    for chance in _HOT_CHANCES if pricer.world_size > 1 and rows else ():
+        num_hot = _frequent_rows(works, rows, chance, budget_bytes)
+        plan = price_plan(works, forms, num_hot, dict(enumerate(found.stock_types)), pricer)
+        # budgets ascend: a larger one must be clearly better
+        if plan.step.step_ms < found.step.step_ms * (1 - _HOT_MARGIN):
+            found = plan
+    return found
 
 
 def _fastest(plans: Mapping[str, PricedPlan], pricer: StepPricer) -> str:
