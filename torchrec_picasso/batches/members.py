@@ -151,12 +151,12 @@ def _names_beside(container: Any) -> list[str]:
         name
         for name in names
         if not isinstance(getattr_static(type(container), name, None), cached_property)
-        and not (hasattr(fresh, name) and is_same(getattr(fresh, name), getattr(container, name)))
+        and not (hasattr(fresh, name) and _is_same(getattr(fresh, name), getattr(container, name)))
     ]
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, member by member; ``True`` for types without ``==``."""
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether an attribute equals the constructor's value; ``True`` for types without ``==``."""
     if one is other or type(one) is not type(other):
         return one is other
     if isinstance(one, Tensor):
@@ -164,7 +164,7 @@ def is_same(one: Any, other: Any) -> bool:
     members, others = (children_of(arguments_of(each) or each) for each in (one, other))
     if members is not None and others is not None:
         return len(members) == len(others) and all(
-            name == other_name and is_same(member, other_member)
+            name == other_name and _is_same(member, other_member)
             for (name, member), (other_name, other_member) in zip(members, others)
         )
     if type(one).__eq__ is object.__eq__:

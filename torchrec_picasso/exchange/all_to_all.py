@@ -110,8 +110,8 @@ class Ranks:
         """Starts sending ``send_W[w]`` elements to rank ``w``. Collective.
 
         Both vectors are contiguous and grouped by rank. The output is complete after the handle's
-        ``wait``; until then the input must stay alive and unchanged. ``most_sent`` is a bound of
-        the elements that a rank sends, equal on all ranks: by it they choose the same way. Costs
+        ``wait``; until then the input must stay alive and unchanged. ``most_sent`` is about the
+        most elements that a rank sends, equal on all ranks: by it they choose the same way. Costs
         one collective, or ``W - 1`` messages each way if that may be much and the backend is gloo.
         """
         if self.size == 1:

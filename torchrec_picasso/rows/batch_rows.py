@@ -162,8 +162,8 @@ class MicroBatchRows:
     def own_sizes(self) -> Sequence[int] | None:
         """Samples of each feature if features were padded to one batch size, else ``None``."""
         features = self.batch_rows.layout.features_by_module[self.module]
-        is_filled_up = self.batch_size is not None and features.variable_stride_per_key()
-        return features.stride_per_key() if is_filled_up else None
+        is_padded = self.batch_size is not None and features.variable_stride_per_key()
+        return features.stride_per_key() if is_padded else None
 
     @property
     def features(self) -> KeyedJaggedTensor:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso._torchrec import ArgInfo, BaseArgInfoStep, CallArgs, TrainPipelineContext
-from torchrec_picasso.batches.members import is_same
+from torchrec_picasso.batches.members import arguments_of
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import agree_on
 from torchrec_picasso.train_pipeline.input_slice import (
@@ -184,7 +184,7 @@ class MadeAhead:
             results.stop_replay()
         found = self._slice(name)
         given, ahead = next(iter((*args, *kwargs.values()))), results.values[found.input]
-        if not is_same(maybe_td_to_kjt(given, None), maybe_td_to_kjt(ahead, None)):
+        if not _are_same(given, ahead):
             line = found.call.meta["line"]
             raise CompatError(_stale(f"{line} gives {name} another input than ahead of the model"))
 
@@ -324,3 +324,20 @@ def _settings() -> Hashable:
     names = ("cpu", "cuda")
     casts = [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in names]
     return torch.get_default_dtype(), *casts
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Whether two features have the same keys, ids, lengths and weights."""
+    if one is other:
+        return True
+    parts, others = (arguments_of(maybe_td_to_kjt(each, None)) or {} for each in (one, other))
+    is_alike = bool(parts) and parts.keys() == others.keys()
+    return is_alike and all(map(_is_equal, parts.values(), others.values()))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.dtype == other.dtype and torch.equal(one, other))
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    return bool(one is other or one == other)
