@@ -212,21 +212,12 @@ def cut_pooling(
     num_rows_M: Sequence[int],
     most_lookups: int = 0,
 ) -> list[list[PoolingIndex]]:
-    """Splits the pooling of a batch into the pooling of its micro-batches.
+    """Splits the pooling of a batch by micro-batch and matrix.
 
-    Returns it by micro-batch and matrix. O(N) for one micro-batch; for several one stable sort of N
-    small integers, and a host sync on CUDA for G.
-
-    Args:
-        bags: Lookups of the whole batch in bag order.
-        rows: Unique rows of the batch, by matrix.
-        located: The unique rows in request order.
-        fetch_position_U: Position of each unique row among the fetched rows, int64.
-        cut: The micro-batches.
-        micro_batch_N: Result of :func:`micro_batch_of_lookup`; ``None`` for one micro-batch.
-        lookups_MK: Number of lookups, on the host.
-        num_rows_M: Number of rows.
-        most_lookups: Of a row; 0 on the CPU.
+    ``fetch_position_U`` is the position of each unique row among the fetched rows, int64;
+    ``micro_batch_N`` that of each lookup, ``None`` = there is one; ``most_lookups`` are those of a
+    row, 0 on the CPU. O(N) for one micro-batch; for several one stable sort of N small integers,
+    and a host sync on CUDA for G.
     """
     lookups_KM = [list(counts) for counts in zip(*lookups_MK)]
     # groups_KM: number of distinct rows.

@@ -153,13 +153,8 @@ def unique_rows(ids_N: Tensor) -> UniqueRows:
     return UniqueRows(ids_U, row_of_lookup_N, lookups_by_row_N, edges_U1.diff())
 
 
-CLEAN = 0
-"""Index of the exchange of all clean rows in fetch order."""
-
-
-def dirty_exchange(chunk: int) -> int:
-    """Returns the index in fetch order of the exchange of a chunk's dirty rows."""
-    return 1 + chunk
+CLEAN, FIRST_DIRTY = 0, 1
+"""Index in fetch order of the exchange of all clean rows, and of that of chunk 0's dirty rows."""
 
 
 @dataclass(frozen=True)

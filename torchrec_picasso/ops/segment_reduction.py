@@ -174,6 +174,7 @@ def sum_in_pieces(rows: Tensor, indices: Tensor, offsets: Tensor, weights: Tenso
     # empty.
     starts = torch.cat([offsets[:-1], every]).sort().values
     pieces = gather_sum(rows, indices, torch.cat([starts, offsets[-1:]]), weights)
+    # The pieces of a segment follow each other from the first that starts at its offset.
     return gather_sum(pieces, None, torch.searchsorted(starts, offsets), None)
 
 

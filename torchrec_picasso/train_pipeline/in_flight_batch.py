@@ -116,7 +116,7 @@ class InFlightBatch(Fetched):
         acquired = []
         for index in indices:
             take = partial(self._take_gradients, group_batch, name, index)
-            sink = take if trains else _drop_gradients
+            sink = take if trains else (lambda grads_M: None)
             is_last = trains and index == self.filled[-1]  # the last use of rows may free them
             rows = group_batch.rows.acquire(index, sink, weights, is_last=is_last, module=number)
             acquired.append((rows, self.sizes_K[index]))
@@ -182,7 +182,3 @@ class InFlightBatch(Fetched):
                     whole = group_batch.group.output(name, acquired).wait()
                 outputs[name] = FullBatchOutput(whole, name, always_leaves=True)
         return outputs
-
-
-def _drop_gradients(grads_M: Sequence[Tensor]) -> None:
-    """Receives gradients of a run that trains nothing."""
