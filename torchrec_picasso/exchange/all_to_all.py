@@ -202,11 +202,7 @@ class _Exchange:
 
 
 def _start_messages(
-    traffic: _Traffic,
-    output_m: Tensor,
-    input_n: Tensor,
-    receive_W: list[int],
-    send_W: list[int],
+    traffic: _Traffic, output_m: Tensor, input_n: Tensor, receive_W: list[int], send_W: list[int]
 ) -> list[Pending]:
     """Starts a message to and one from every other rank; empty blocks send no message."""
     group, tag = traffic.group, next(traffic.tags)

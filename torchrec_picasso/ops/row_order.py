@@ -182,11 +182,7 @@ def first_use_chunks(rows: UniqueRows, micro_batch_N: Tensor, num_micro_batches:
 
 
 def locate_rows(
-    ids_U: Tensor,
-    space: IdSpace,
-    hot: HotSlots,
-    chunk_U: Tensor | None = None,
-    num_chunks: int = 1,
+    ids_U: Tensor, space: IdSpace, hot: HotSlots, chunk_U: Tensor | None = None, num_chunks: int = 1
 ) -> LocatedRows:
     """Puts distinct rows, ascending, in request order; without ``chunk_U`` all are in chunk 0. O(U
     log(T W) + U log H) time, no host sync."""

@@ -26,12 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
-from torchrec_picasso.ops.bags import (
-    BatchCut,
-    cut_pooling,
-    micro_batch_of_lookup,
-    segment_edges,
-)
+from torchrec_picasso.ops.bags import BatchCut, cut_pooling, micro_batch_of_lookup, segment_edges
 from torchrec_picasso.ops.id_reader import IdReader, PreparedIds, ReadIds
 from torchrec_picasso.ops.ids import bits_to_words
 from torchrec_picasso.ops.pack_plan import PackPlan
