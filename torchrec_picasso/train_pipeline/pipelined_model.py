@@ -82,7 +82,7 @@ class PipelinedModel:
         pipeline_postproc: bool,
     ) -> None:
         self.device, self.pg = device, process_group_of(model)
-        self._id_stream = id_stream
+        self.id_stream = id_stream
         self.inner = inner_model(model)
         """The model inside its wrapper."""
         refused = self._rewrite(model, batch, context, pipeline_postproc)
@@ -114,7 +114,7 @@ class PipelinedModel:
 
         Returns why other modules, whose input the model makes, have their own forward, by name.
         """
-        device, id_stream = self.device, self._id_stream
+        device, id_stream = self.device, self.id_stream
         # the tracer runs the forward with proxies, which may change the model's own state
         with without_a_trace(self.inner, device), explained_tracing(), held_warnings() as held:
             found = rewrite_model(
@@ -127,7 +127,7 @@ class PipelinedModel:
                 pipelined_forward=InterleavedForward,
                 pipeline_postproc=pipeline_postproc,
             )
-            self.pipelined, _, self.original_forwards, self.postproc_modules, made_inside = found
+            self.pipelined, _, self._original_forwards, self.postproc_modules, made_inside = found
             self.made_ahead = MadeAhead(self.inner, made_inside)
             """Inputs that the model makes between the batch and its tables."""
             if batch is not None and self.made_ahead.names:
@@ -137,7 +137,7 @@ class PipelinedModel:
         for name in self.made_ahead.names:  # as TorchRec pipelines the others
             module: Any = self.inner.get_submodule(name)
             arguments = self.made_ahead.arguments(name)
-            self.original_forwards.append(module.forward)
+            self._original_forwards.append(module.forward)
             self.pipelined.append(module)
             module.is_pipelined = True
             module.forward = InterleavedForward(name, arguments, module, context, id_stream.stream)
@@ -224,10 +224,10 @@ class PipelinedModel:
         vbe = [name for name, stride in strides.items() if stride != num_samples]
         return features_of, num_samples, vbe
 
-    def release(self, model: nn.Module) -> None:
+    def release(self) -> None:
         """Restores the model's own forwards."""
-        originals = self.original_forwards, self.original_dist_forwards, self.postproc_modules
-        detach_model(model, self.pipelined, *originals)
+        originals = self._original_forwards, self._original_dist_forwards, self.postproc_modules
+        detach_model(self.inner, self.pipelined, *originals)
 
     @property
     def num_changes(self) -> int:
@@ -258,8 +258,8 @@ class PipelinedModel:
 
     def _collected(self, batch: Any, context: TrainPipelineContext) -> FirstBatchFacts:
         """Collects the facts about all ranks' first batches. Collective."""
-        with self._id_stream.working():
-            self._id_stream.take_batch(batch)
+        with self.id_stream.working():
+            self.id_stream.take_batch(batch)
             features_of, num_samples, vbe = self._examined(batch, context)
             # one vector for one all-reduce: a flag per module (VBE), a flag per module (weights),
             # samples, and a flag for a batch without countable samples; the maximum joins each
@@ -329,7 +329,7 @@ class PipelinedModel:
             self._dist_forwards = {name: override_input_dist_forwards([m]) for name, m in named}
 
     @property
-    def original_dist_forwards(self) -> list[Callable[..., Any]]:
+    def _original_dist_forwards(self) -> list[Callable[..., Any]]:
         """The forwards that TorchRec's ``detach`` restores, in the order of its input dists. The
         two modules of a split module have their own input dists, which ``detach`` does not see."""
         known = self._dist_forwards
