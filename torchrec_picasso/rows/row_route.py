@@ -120,7 +120,7 @@ class RowRoute(Route):
             route=self,
             sizes_K=sizes_K,
             cut=cut,
-            read=ids,
+            ids=ids,
             located=located,
             micro_batch_N=micro_batch_N,
         )
@@ -130,14 +130,14 @@ class RowRoute(Route):
 class _Request(RouteRequest):
     """The request for the distinct rows of one batch.
 
-    Wanted and served rows of all packs are one vector each, by pack, chunk and rank, so that a step
-    over them is one operator; packs are views.
+    Served rows, the dirty mask and the fetch order are one vector each, by pack, chunk and rank, so
+    that a step over them is one operator; packs are views.
     """
 
     route: RowRoute
     sizes_K: Sequence[int | None]
     cut: BatchCut
-    read: ReadIds
+    ids: ReadIds
     located: LocatedRows
     """The unique rows in request order."""
     micro_batch_N: Tensor | None
@@ -151,7 +151,7 @@ class _Request(RouteRequest):
     _touched_P: Sequence[np.ndarray] = field(init=False)
     """Hot slots that any rank's batch uses."""
     _wanted_P: Sequence[ExchangeSplits] = field(init=False)
-    """Rows in request order, by chunk and rank, as those of :attr:`_served_P`."""
+    """The split of wanted rows in request order; in ``_served_P`` that of served rows."""
     _served_P: Sequence[ExchangeSplits] = field(init=False)
     _served_n: Tensor = field(init=False)
     """Row numbers of served rows; filled once these have arrived."""
@@ -159,7 +159,7 @@ class _Request(RouteRequest):
     """Whether wanted rows, then served rows, are dirty, uint8; ``None`` = all are."""
 
     def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
-        # As RowRoute.read made them.
+        # In the pieces that RowRoute.read made.
         (counts_WX, bits_WX), (counts_n, edges_J1, *most) = words
         self._most_lookups = int(most[0][0]) if most else 0
         hot, located = self.route.hot, self.located
@@ -216,8 +216,8 @@ class _Request(RouteRequest):
         nums_P = [(pack.hot_slots.numel(), pack.wanted.num_rows) for pack in packs]
         # Lookups are summed over a micro-batch's segments: cut_pooling sees whole micro-batches.
         index_KM = cut_pooling(
-            self.read.bags,
-            self.read.rows,
+            self.ids.bags,
+            self.ids.rows,
             self.located,
             fetch_positions(self.located, wanted_order_n, nums_P),
             self.cut,
