@@ -252,7 +252,7 @@ class _Grouped:
 
 @dataclass(frozen=True, kw_only=True)
 class _WholePooling:
-    """The pooling of a whole batch."""
+    """The pooling of a whole batch, and where each micro-batch and matrix begins in its tensors."""
 
     bags: Bags
     cut: BatchCut

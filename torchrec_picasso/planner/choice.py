@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -119,47 +119,46 @@ def choose(
     by position; the other tables are stock. ``None`` = the cost model chooses.
     """
     works = tuple(TableWork(table.load, pricer.world_size) for table in tables)
-    price = partial(_price, tables, works)
+    model = _PricedModel(tables, works, pricer)
     priced_ms: dict[str, float] = {}
     if given_hot is not None:
-        forms: Forms = {position: tables[position].forms[0] for position in given_hot}
-        chosen = price(pricer, forms, given_hot)
+        chosen = _price(model, {i: tables[i].forms[0] for i in given_hot}, given_hot)
     else:
-        forms_by_plan = _plans(tables, works)
-        plans = {
-            name: _with_best_hot_rows(tables, works, pricer, forms, replica_budget_bytes)
-            for name, forms in forms_by_plan.items()
-        }
+        plans, by_name = {}, _plans(tables, works)
+        for name, forms in by_name.items():
+            plans[name] = _with_best_hot_rows(model, forms, replica_budget_bytes)
         priced_ms = {name: plan.step.step_ms for name, plan in plans.items()}
         name = _fastest(plans, pricer)
         if name != "stock" and not pricer.curves.local.measured:
             # the gain must not depend on the core that was assumed
-            newer = pricer.with_local(LocalCosts.newer_core())
+            newer = model._replace(pricer=pricer.with_local(LocalCosts.newer_core()))
             num_hot = dict(enumerate(plans[name].num_hot))
-            plan, stock_plan = (price(newer, forms_by_plan[n], num_hot) for n in (name, "stock"))
-            if not _is_faster(plan.step, stock_plan.step, newer):
+            plan, stock_plan = (_price(newer, by_name[n], num_hot) for n in (name, "stock"))
+            if not _is_faster(plan.step, stock_plan.step, newer.pricer):
                 name = "stock"
         chosen = plans[name]
     return Choice(
         **vars(chosen),
         works=works,
-        stock=price(pricer, {}, {}) if all(table.stock_types for table in tables) else None,
+        stock=_price(model, {}, {}) if all(table.stock_types for table in tables) else None,
         stock_costs=marginal_stock_costs(works, pricer.curves, pricer.world_size),
         priced_ms=priced_ms,
     )
 
 
-def _price(
-    tables: Sequence[TableInfo],
-    works: Sequence[TableWork],
-    pricer: StepPricer,
-    forms: Forms,
-    num_hot: Mapping[int, int],
-) -> PricedPlan:
+class _PricedModel(NamedTuple):
+    """The tables of a model, their work, and the prices."""
+
+    tables: Sequence[TableInfo]
+    works: Sequence[TableWork]
+    pricer: StepPricer
+
+
+def _price(model: _PricedModel, forms: Forms, num_hot: Mapping[int, int]) -> PricedPlan:
     """Prices a plan with the best types of the stock tables."""
     found, *others = (
-        price_plan(works, forms, num_hot, stock_types, pricer)
-        for stock_types in _stock_plans(tables, works, forms, pricer)
+        price_plan(model.works, forms, num_hot, stock_types, model.pricer)
+        for stock_types in _stock_plans(model, forms)
     )
     for plan in others:
         if plan.step.step_ms < found.step.step_ms * (1 - _TYPE_MARGIN):
@@ -167,15 +166,10 @@ def _price(
     return found
 
 
-def _with_best_hot_rows(
-    tables: Sequence[TableInfo],
-    works: Sequence[TableWork],
-    pricer: StepPricer,
-    forms: Forms,
-    budget_bytes: float,
-) -> PricedPlan:
+def _with_best_hot_rows(model: _PricedModel, forms: Forms, budget_bytes: float) -> PricedPlan:
     """Prices a plan with several budgets of hot rows, none included; returns the best."""
-    found = _price(tables, works, pricer, forms, {})
+    tables, works, pricer = model
+    found = _price(model, forms, {})
     rows = [i for i, form in forms.items() if form == "rows" and tables[i].no_hot_rows is None]
     for chance in _HOT_CHANCES if pricer.world_size > 1 and rows else ():
         num_hot = _frequent_rows(works, rows, chance, budget_bytes)
@@ -243,11 +237,10 @@ def price_plan(
     )
 
 
-def _stock_plans(
-    tables: Sequence[TableInfo], works: Sequence[TableWork], forms: Forms, pricer: StepPricer
-) -> list[dict[int, str | None]]:
+def _stock_plans(model: _PricedModel, forms: Forms) -> list[dict[int, str | None]]:
     """Lists the sharding types to price for the tables that are not in ``forms``, by position: one
     type for all that allow it, and each table's cheapest. The simplest plan is the first."""
+    tables, works, pricer = model
     rest = [i for i in range(len(tables)) if i not in forms]
     # fewer whole tables may be less even over ranks than all of them
     added = marginal_stock_costs([works[i] for i in rest], pricer.curves, pricer.world_size)
