@@ -131,7 +131,7 @@ def choose(
         name = _fastest(plans, pricer)
         if name != "stock" and not pricer.curves.local.measured:
             # the gain must not depend on the core that was assumed
-            newer = model._replace(pricer=pricer.with_local(LocalCosts.newer_core()))
+            newer = _PricedModel(tables, works, pricer.with_local(LocalCosts.newer_core()))
             num_hot = dict(enumerate(plans[name].num_hot))
             plan, stock_plan = (_price(newer, by_name[n], num_hot) for n in (name, "stock"))
             if not _is_faster(plan.step, stock_plan.step, newer.pricer):
