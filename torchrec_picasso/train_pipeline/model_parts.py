@@ -147,13 +147,6 @@ def as_scheduled(module: ShardedModule) -> ScheduledModule | None:
     return tables if tables is module else ProcessedModule(module, tables)
 
 
-def mark_unpipelined(modules: Iterable[Any]) -> None:
-    """Clears TorchRec's mark of pipelined modules, which its ``detach`` leaves: processors would
-    read no positions in a plain loop."""
-    for module in modules:
-        module.is_pipelined = False
-
-
 def module_of(module: ScheduledModule) -> ShardedModule:
     """Returns TorchRec's sharded module behind a module that a schedule drives."""
     return module._module if isinstance(module, ProcessedModule) else module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from operator import itemgetter
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.batches.feed import IdStream
 from torchrec_picasso.exchange.waiting import note_all_reduce
 from torchrec_picasso.ops.streams import tensors_in
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
@@ -30,6 +30,7 @@ from torchrec_picasso.train_pipeline.data_parallel import (
 )
 from torchrec_picasso.train_pipeline.in_flight_batch import GroupBatch, InFlightBatch
 from torchrec_picasso.train_pipeline.losses import Losses
+from torchrec_picasso.train_pipeline.options import PipelineOptions
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 
 
@@ -42,29 +43,9 @@ class _Vote(IntEnum):
     TRAINED = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    """Functions of a pipeline's user, each called as by TorchRec's pipeline."""
-
-    model: nn.Module
-    """The model that was passed to the pipeline."""
-    forward: Callable[[Any], tuple[Any, Any]]
-    """Returns ``(losses, output)`` for a batch or micro-batch."""
-    backward: Callable[[Tensor], None]
-    """Runs backward from the losses of a whole batch."""
-    step: Callable[[], None]
-    """Steps the dense optimizer."""
-    zero_grad: Callable[[], None]
-    """Clears gradients, and passes learning rates to FBGEMM."""
-    wait_plain: Callable[[TrainPipelineContext], None]
-    """Waits for the input dists of plain modules, which run once per batch."""
-    losses: Losses
-    inference: InferenceMode
-
-
 class InferenceMode:
-    """The inference mode of a step's caller. Only the model's forward runs in it: training
-    could not write into the tensors that other operations keep."""
+    """The inference mode of a step's caller. Only the model's forward runs in it: training could
+    not write into the tensors that other operations keep."""
 
     def __init__(self) -> None:
         self._is_on = False
@@ -84,6 +65,31 @@ class InferenceMode:
         return torch.inference_mode() if self._is_on else nullcontext()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Functions of a pipeline's user, each called as by TorchRec's pipeline."""
+
+    model: nn.Module
+    """The model that was passed to the pipeline."""
+    forward: Callable[[Any], tuple[Any, Any]]
+    """Returns ``(losses, output)`` for a batch or micro-batch."""
+    backward: Callable[[Tensor], None]
+    """Runs backward from the losses of a whole batch."""
+    step: Callable[[], None]
+    """Steps the dense optimizer."""
+    zero_grad: Callable[[], None]
+    """Clears gradients, and passes learning rates to FBGEMM."""
+    wait_plain: Callable[[TrainPipelineContext], None]
+    """Waits for the input dists of plain modules, which run once per batch."""
+    losses: Losses
+    options: PipelineOptions
+    pipeline: type[TrainPipelineSparseDist]
+    """Class of the pipeline, which a user may have derived."""
+    injected: Sequence[str]
+    """Modules into whose backward the user injected work."""
+    inference: InferenceMode = field(default_factory=InferenceMode)
+
+
 def _for_each_group(method: Callable[[GroupBatch], Callable[..., None]]) -> Callable[..., None]:
     """Makes an operation that calls a method of every module group's view of the batch."""
 
@@ -98,10 +104,10 @@ def _for_each_group(method: Callable[[GroupBatch], Callable[..., None]]) -> Call
 class Operations:
     """The operations of a schedule: one method ``_<kind>`` per kind of operation."""
 
-    def __init__(self, program: Program, pipelined: PipelinedModel, id_stream: IdStream) -> None:
+    def __init__(self, program: Program, pipelined: PipelinedModel) -> None:
         self.program = program
         self.pipelined = pipelined
-        self._id_stream = id_stream
+        self._id_stream = pipelined.id_stream
         # by module name: whether it got gradients when any rank last had samples
         self._is_trained: dict[str, bool] = {}
 
@@ -183,8 +189,8 @@ class Operations:
         for each in inflight.groups:
             # The model calls the module later; the call waits for the rows of its micro-batch
             # (InterleavedForward in rewrite.py, then sharding/output_dist.py).
-            for number, (name, module) in enumerate(each.group.modules.items()):
-                acquired = inflight.acquire(run.micro_batches, each, name, number, trains=True)
+            for name, module in each.group.modules.items():
+                acquired = inflight.acquire(run.micro_batches, each, name, trains=True)
                 module.forward.set_compute(partial(each.group.output, name, acquired))
         inflight.compute_full_outputs(self.pipelined.plain)
         sizes = [each.num_samples for each in runs]
@@ -256,9 +262,8 @@ class Operations:
     def _update(self, inflight: InFlightBatch, wave: int | None = None) -> None:
         """Updates home rows and replicas, and releases the rows' memory after the last pack."""
         for each in inflight.groups:
-            # modules by position in the group, whose rows must not be updated
-            numbers = enumerate(each.group.modules)
-            untrained = {n for n, name in numbers if not self._is_trained.get(name, True)}
+            names = [name for name in each.group.modules if not self._is_trained.get(name, True)]
+            untrained = set(map(each.group.number_of, names))
             if update_rows(each.group.row_group, [each.gradients], wave, untrained):
                 each.rows.release()
 

@@ -38,7 +38,6 @@ from torchrec_picasso.train_pipeline.made_ahead import MadeAhead
 from torchrec_picasso.train_pipeline.model_parts import (
     as_scheduled,
     inner_model,
-    mark_unpipelined,
     process_group_of,
     unpipelined_modules,
     why_computed_once,
@@ -86,33 +85,11 @@ class PipelinedModel:
         pipeline_postproc: bool,
     ) -> None:
         self.device, self.pg = device, process_group_of(model)
+        self.id_stream = id_stream
         self.inner = inner_model(model)
         """The model inside its wrapper."""
-        # the tracer runs the forward with proxies, which may change the model's own state
-        with without_a_trace(self.inner, device), explained_tracing(), held_warnings() as held:
-            self.pipelined, _, self.original_forwards, self.postproc_modules, changed = (
-                rewrite_model(
-                    model=model,
-                    context=context,
-                    dist_stream=id_stream.stream,
-                    default_stream=torch.get_device_module(device).current_stream(),
-                    batch=batch,
-                    apply_jit=False,
-                    pipelined_forward=InterleavedForward,
-                    pipeline_postproc=pipeline_postproc,
-                )
-            )
-            self.made_ahead = MadeAhead(self.inner, changed)
-            """Inputs that the model makes between the batch and its tables."""
-            differs = None if batch is None else self._why_ranks_differ(changed)
-            if batch is not None and differs is None:
-                with id_stream.working():
-                    id_stream.take_batch(batch)
-                    self.made_ahead.try_on(batch, self.pg, device)
-        for name in self.made_ahead.names:
-            self._pipeline(name, context, id_stream.stream)
-        for record in held if set(changed) - set(self.made_ahead.names) or not changed else ():
-            logging.getLogger(record.name).handle(record)
+        refused, differs = self._rewrite(model, batch, context, pipeline_postproc)
+        self._unpipelined = unpipelined_modules(self.inner, self.pipelined, refused)
         self._dist_forwards: dict[str, list[Callable[..., Any]]] = {}
         """Input dist forwards of the plain modules, before their splits were joined."""
         self.interleaved: dict[str, Any] = {}
@@ -122,10 +99,7 @@ class PipelinedModel:
         self._why_plain: dict[str, str] = {}
         self._named = [(module.forward.name, module) for module in self.pipelined]
         for name, module in self._named:
-            self._take(name, module)
-        refused = {name: self.made_ahead.refused.get(name, "") for name in changed}
-        self._unpipelined = unpipelined_modules(self.inner, self.pipelined, refused)
-        self._id_stream = id_stream
+            self._sort_in(name, module)
         self.first_batch = FirstBatchFacts()
         """Facts about the first batch; set by :meth:`examine_first_batch`."""
         self.groups: Sequence[ModuleGroup] = ()
@@ -135,13 +109,57 @@ class PipelinedModel:
         self.num_prepared = [0, 0]
         """Exchanges of prepared batches whose ids the step read again, and those that used them."""
         if differs is not None:
-            self.release(model)
+            self.release()
             raise CompatError(differs)
 
-    def _why_ranks_differ(self, changed: Sequence[str]) -> str | None:
+    def _rewrite(
+        self, model: nn.Module, batch: Any, context: TrainPipelineContext, pipeline_postproc: bool
+    ) -> tuple[dict[str, str], str | None]:
+        """Replaces the forwards of modules that read their input off the batch, as TorchRec does,
+        and of those whose input is made ahead.
+
+        Returns why other modules, whose input the model makes, have their own forward, by name; and
+        why ranks cannot go on with the model. Collective if there is a batch.
+        """
+        device, id_stream = self.device, self.id_stream
+        # the tracer runs the forward with proxies, which may change the model's own state
+        with without_a_trace(self.inner, device), explained_tracing(), held_warnings() as held:
+            found = rewrite_model(
+                model=model,
+                context=context,
+                dist_stream=id_stream.stream,
+                default_stream=torch.get_device_module(device).current_stream(),
+                batch=batch,
+                apply_jit=False,
+                pipelined_forward=InterleavedForward,
+                pipeline_postproc=pipeline_postproc,
+            )
+            self.pipelined, _, self._original_forwards, self.postproc_modules, made_inside = found
+            self.made_ahead = MadeAhead(self.inner, made_inside)
+            """Inputs that the model makes between the batch and its tables."""
+            differs = None if batch is None else self._why_ranks_differ(made_inside)
+            if batch is not None and differs is None:
+                with id_stream.working():
+                    id_stream.take_batch(batch)
+                    self.made_ahead.examine(batch, self.pg, device)
+        for name in self.made_ahead.names:  # as TorchRec pipelines the others
+            module: Any = self.inner.get_submodule(name)
+            arguments = self.made_ahead.arguments(name)
+            self._original_forwards.append(module.forward)
+            self.pipelined.append(module)
+            module.is_pipelined = True
+            module.forward = InterleavedForward(name, arguments, module, context, id_stream.stream)
+            module.forward.check = partial(self.made_ahead.check, name)
+        # TorchRec warns of the modules that it leaves out; not if all of them are made ahead
+        if set(made_inside) - set(self.made_ahead.names) or not made_inside:
+            for record in held:
+                logging.getLogger(record.name).handle(record)
+        return {name: self.made_ahead.refused.get(name, "") for name in made_inside}, differs
+
+    def _why_ranks_differ(self, made_inside: Sequence[str]) -> str | None:
         """Names the modules in question, if tracing has found other ones on another rank.
         Collective."""
-        found = [module.forward.name for module in self.pipelined], list(changed)
+        found = [module.forward.name for module in self.pipelined], list(made_inside)
         digests = Agreement(self.pg, self.device, [crc32(repr(found).encode())]).wait()
         if all(digest == digests[0] for digest in digests):
             return None
@@ -152,19 +170,7 @@ class PipelinedModel:
             f"{found[0]} off the batch and makes that of {found[1]}; let all ranks run the same",
         )
 
-    def _pipeline(
-        self, name: str, context: TrainPipelineContext, stream: torch.Stream | None
-    ) -> None:
-        """Pipelines a module whose input is made ahead, as TorchRec pipelines the others."""
-        module: Any = self.inner.get_submodule(name)
-        arguments = self.made_ahead.arguments(name)
-        self.original_forwards.append(module.forward)
-        self.pipelined.append(module)
-        module.is_pipelined = True
-        module.forward = InterleavedForward(name, arguments, module, context, stream)
-        module.forward.check = partial(self.made_ahead.check, name)
-
-    def _take(self, name: str, module: Any) -> None:
+    def _sort_in(self, name: str, module: Any) -> None:
         """Adds a module to the interleaved or to the plain ones, or its two parts to both."""
         scheduled = as_scheduled(module)
         if scheduled is not None:
@@ -240,11 +246,12 @@ class PipelinedModel:
         vbe = [name for name, stride in strides.items() if stride != num_samples]
         return features_of, num_samples, vbe
 
-    def release(self, model: nn.Module) -> None:
+    def release(self) -> None:
         """Restores the model's own forwards."""
-        originals = self.original_forwards, self.original_dist_forwards, self.postproc_modules
-        detach_model(model, self.pipelined, *originals)
-        mark_unpipelined(self.pipelined)
+        originals = self._original_forwards, self._original_dist_forwards, self.postproc_modules
+        detach_model(self.inner, self.pipelined, *originals)
+        for module in self.pipelined:  # TorchRec leaves its mark, by which processors act
+            module.is_pipelined = False
 
     @property
     def num_changes(self) -> int:
@@ -275,8 +282,8 @@ class PipelinedModel:
 
     def _collected(self, batch: Any, context: TrainPipelineContext) -> FirstBatchFacts:
         """Collects the facts about all ranks' first batches. Collective."""
-        with self._id_stream.working():
-            self._id_stream.take_batch(batch)
+        with self.id_stream.working():
+            self.id_stream.take_batch(batch)
             features_of, num_samples, vbe = self._examined(batch, context)
             # one vector for one all-reduce: a flag per module (VBE), a flag per module (weights),
             # samples, and a flag for a batch without countable samples; the maximum joins each
@@ -364,7 +371,7 @@ class PipelinedModel:
             self._dist_forwards = {name: override_input_dist_forwards([m]) for name, m in named}
 
     @property
-    def original_dist_forwards(self) -> list[Callable[..., Any]]:
+    def _original_dist_forwards(self) -> list[Callable[..., Any]]:
         """The forwards that TorchRec's ``detach`` restores, in the order of its input dists. The
         two modules of a split module have their own input dists, which ``detach`` does not see."""
         known = self._dist_forwards
