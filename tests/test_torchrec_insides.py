@@ -46,6 +46,7 @@ INHERITED: dict[str, set[str]] = {
     "ShardedEmbeddingBagCollection": {
         *("_embedding_shardings", "module_sharding_plan"),
         *("_create_input_dist", "_features_order", "_has_features_permute"),
+        "_create_inverse_indices_permute_indices",
         *("_has_uninitialized_input_dist", "compute_and_output_dist", "create_context"),
         "get_buffer",
         *("_has_mean_pooling_callback", "_pooling_type_to_rs_features"),

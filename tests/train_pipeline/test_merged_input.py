@@ -10,17 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torchrec import JaggedTensor, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 
 from tests.support.placing import CPU
+from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
+from tests.train_pipeline import runs
 from tests.train_pipeline.programs import (
     FEATURES,
     ROWS,
     SAMPLES,
+    STEPS,
     Head,
     Model,
     Program,
@@ -32,7 +36,7 @@ from tests.train_pipeline.programs import (
     dense_optimizer,
     gathered,
 )
-from torchrec_picasso import InterleavedTrainPipeline
+from torchrec_picasso import CompatError, InterleavedTrainPipeline
 
 
 def _with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
@@ -355,6 +359,9 @@ def _life(kind: type[Model], rank: int, num_micro_batches: int) -> Any:
         )
     for step, batch in enumerate(batches):
         sharded.train(step not in (4, 5, 8))
+        if pipeline is not None and step == 6:  # batches in flight stay
+            pipeline.detach()
+            pipeline.attach()
         is_cast = step in (2, 3, 5)
         with torch.autocast("cpu", torch.bfloat16) if is_cast else nullcontext():
             if pipeline is not None:
@@ -380,8 +387,48 @@ def _plain_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> A
 
 @pytest.mark.parametrize(("model", "num_micro_batches"), LIVES)
 def test_training_and_evaluation_in_turn(model: type[Model], num_micro_batches: int) -> None:
-    """Outputs per candidate are joined by their lengths; autocast and sizes of batches change."""
+    """Outputs per candidate are joined by their lengths; autocast and sizes of batches change, and
+    the model is detached and attached again."""
     for results in run_once(_live, 2):
         found, expected = results[model, num_micro_batches], results[model, 0]
         tolerance = {"rtol": 2.0**-6, "atol": 2.0**-8}  # of bfloat16 in some steps
         torch.testing.assert_close(found, expected, **tolerance)
+
+
+@torch.fx.wrap
+def _checked(ids: Tensor) -> Tensor:
+    if ids.numel() and int(ids.max()) >= ROWS:
+        raise ValueError("no such row")
+    return ids
+
+
+class Checked(Model):
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        return self.ebc(_with_ids(features, _checked(features.values())))
+
+
+class ByRank(Model):
+    def look_up(self, features: KeyedJaggedTensor) -> Any:
+        ids = features.values() % ROWS
+        return self.ebc(_with_ids(features, ids) if dist.get_rank() else features)
+
+
+def _refusals(rank: int, world_size: int) -> dict[type[Model], str]:
+    """Rank 1 has a bad batch after three good ones, or another forward."""
+    batches = [batch_of(rank, step) for step in range(STEPS)]
+    if rank == 1:
+        batches[3].sparse_features.values()[0] = ROWS
+    told = {}
+    for kind in (Checked, ByRank):
+        model = build(kind(Head), ())
+        pipeline = InterleavedTrainPipeline(model, dense_optimizer(model), CPU)
+        told[kind] = refusal(CompatError, runs.run_to_the_end, pipeline, iter(batches))
+    return told
+
+
+def test_what_one_rank_cannot_run_ahead_is_refused_on_all() -> None:
+    told, others = run_once(_refusals, 2)
+    assert told == others
+    assert told[Checked].startswith(f"rank 1: {__file__}:")
+    assert "raises ValueError: no such row" in told[Checked]
+    assert "the model's forward differs by rank: on rank 0 it reads the input of" in told[ByRank]

@@ -4,6 +4,7 @@ import datetime
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.train_pipeline import runs
 from torchrec_picasso import PeerError
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import InputError
+from torchrec_picasso.exchange.peers import Peers
 
 HEARD = Job(placement={"*": 2, "one_row": 1}, tables=ODD)
 HEARD_BESIDE_STOCK = Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN)
@@ -166,3 +168,12 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path: Path) -> None:
         other = ({0, 1, 2} - {FAULTY, rank}).pop()
         assert f"; rank {other} waited in step 4, " in text
         assert after_s < 2 * GROUP_TIMEOUT_S
+
+
+def test_a_pipelines_entry_is_not_that_of_an_earlier_one() -> None:
+    store = dist.HashStore()
+    pg: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2, get_group_store=lambda: store)
+    for words in ("first", "second"):
+        with pytest.raises(BrokenError), Peers(pg).propagate_errors(lambda: "step 0"):
+            raise BrokenError(words)
+    assert b"BrokenError: second" in store.get("picasso/failed/0")

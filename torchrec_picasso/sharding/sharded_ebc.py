@@ -14,7 +14,7 @@ from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     get_embedding_names_by_table,
 )
-from torchrec.sparse.jagged_tensor import KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_picasso._torchrec import EmbeddingShardingInfo, QuantizedCommCodecs
 from torchrec_picasso.errors import CompatError
@@ -61,6 +61,13 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
                 if name not in self._divided_later:
                     divisor.fill_(1.0)
         return started
+
+    def features_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Selects features; TorchRec's own forward later finds the samples' rows as if it had."""
+        inverse = features.inverse_indices_or_none()
+        if self._has_uninitialized_input_dist and inverse and features.variable_stride_per_key():
+            self._create_inverse_indices_permute_indices(inverse)
+        return super().features_of(features)
 
     @classmethod
     def create_embedding_bag_sharding(
