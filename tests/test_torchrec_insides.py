@@ -202,6 +202,7 @@ SIGNATURES: dict[str, str] = {
     "ShardedEmbeddingBagCollection.create_grouped_sharding_infos": (
         "module, table_name_to_parameter_sharding, prefix, fused_params, suffix"
     ),
+    "ShardedEmbeddingBagCollection._create_inverse_indices_permute_indices": "inverse_indices",
     "ShardedEmbeddingBagCollection._create_input_dist": "input_feature_names",
     "ShardedEmbeddingBagCollection.compute_and_output_dist": "ctx, input",
     "ShardedEmbeddingBagCollection.input_dist": "ctx, features",
