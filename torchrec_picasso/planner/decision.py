@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -168,22 +169,31 @@ def balance_waves(tables: Sequence[tuple[Hashable, float]], num_waves: int) -> l
 def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoads:
     """Estimates the elements that one rank requests per step, by row.
 
-    Rows seen once do not predict the rows of the next batch: their load is spread evenly over the
-    table, like the load of unseen rows (Good 1953).
+    Rows seen once do not predict the rows of the next batch, but where those are: near them are as
+    many rows that were not seen (Good 1953, in each part of the table). So each gives an equal
+    share of their load to the next rows without a count, wherever the frequent ids are.
     """
     counts, spectrum = stats.tables[work.load.name], work.load.spectrum
-    again_U = counts.counts_U > 1
-    rows_U, counts_U = counts.rows_U[again_U], counts.counts_U[again_U]
+    rows_U, counts_U = counts.rows_U.numpy(), counts.counts_U
     assert spectrum is not None
     # load of a row = probability that one rank's batch uses it, looked up by its count
-    used = torch.from_numpy(work.used_K[::-1].copy())
-    place_U = torch.searchsorted(spectrum.counts_K.flip(0), counts_U.double())
-    load_U = used[place_U.clamp(max=used.numel() - 1)]
-    load_U[torch.isin(rows_U, hot_H)] = 0.0  # hot rows are not requested
+    place_U = torch.searchsorted(spectrum.counts_K.flip(0), counts_U.double()).numpy()
+    load_U = work.used_K[::-1][place_U.clip(max=work.used_K.size - 1)]
+    is_hot_U = torch.isin(counts.rows_U, hot_H).numpy()
+    is_once_U = (counts_U == 1).numpy() & ~is_hot_U
+    load_U[is_once_U | is_hot_U] = 0.0  # hot rows are not requested
     dim, cold = float(work.load.dim), work.split(hot_H.numel()).cold_used
+    rest, gap_load_U1 = max(0.0, cold - float(load_U.sum())), np.zeros(rows_U.size + 1)
+    once = np.flatnonzero(is_once_U)
+    gaps = np.flatnonzero(np.diff(rows_U, prepend=-1, append=work.load.num_embeddings) > 1)
+    if once.size and gaps.size:
+        following = np.searchsorted(gaps, once + 1).clip(max=gaps.size - 1)
+        np.add.at(gap_load_U1, gaps[following], rest / once.size)
+        rest = 0.0
     return RowLoads(
         num_embeddings=work.load.num_embeddings,
-        rows_U=rows_U.numpy(),
-        load_U=load_U.numpy() * dim,
-        spread_load=max(0.0, cold - float(load_U.sum())) * dim,
+        rows_U=rows_U,
+        load_U=load_U * dim,
+        gap_load_U1=gap_load_U1 * dim,
+        spread_load=rest * dim,
     )

@@ -36,13 +36,16 @@ class RowLoads:
     """Rows with a load of their own, ascending, int64, shape ``(U,)``."""
     load_U: np.ndarray
     """Load of each of these rows, float64, shape ``(U,)``; 0 for hot rows."""
+    gap_load_U1: np.ndarray
+    """Load of the rows before, between and after these rows, float64, shape ``(U + 1,)``; 0 where
+    there are none."""
     spread_load: float
-    """Sum of all other load, spread evenly over the table."""
+    """Load that is spread evenly over the table."""
 
     @property
     def total(self) -> float:
         """Sum of the load of all rows."""
-        return float(self.load_U.sum()) + self.spread_load
+        return float(self.load_U.sum() + self.gap_load_U1.sum()) + self.spread_load
 
     def load_below(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns boundaries between rows, ascending, and the load of all rows below each.
@@ -52,8 +55,9 @@ class RowLoads:
         """
         inner = np.stack([self.rows_U, self.rows_U + 1], axis=1).ravel()
         boundaries = np.concatenate([[0], inner, [self.num_embeddings]])
-        own = np.repeat(np.concatenate([[0.0], self.load_U.cumsum()]), 2)
-        return boundaries, own + boundaries * (self.spread_load / self.num_embeddings)
+        own = np.zeros(boundaries.size)
+        own[1::2], own[2::2] = self.gap_load_U1, self.load_U
+        return boundaries, own.cumsum() + boundaries * (self.spread_load / self.num_embeddings)
 
 
 @dataclass(frozen=True, kw_only=True)
