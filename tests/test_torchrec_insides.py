@@ -64,9 +64,8 @@ INHERITED: dict[str, set[str]] = {
         "_dataloader_exhausted",
         *("_model_fwd", "_execute_all_batches", "contexts", "progress"),
         *("_data_dist_stream", "_memcpy_stream", "copy_batch_to_gpu", "wait_sparse_data_dist"),
-        *("_original_forwards", "_original_kjt_dist_forwards"),
         *("_pipeline_postproc", "inplace_copy_batch_to_gpu"),
-        *("_pipelined_modules", "_pipelined_postprocs", "_backward", "_optimizer_step"),
+        *("_backward", "_optimizer_step"),
     },
 }
 """What our subclasses use of a class of theirs, on themselves."""

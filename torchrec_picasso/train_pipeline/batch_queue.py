@@ -6,7 +6,6 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -17,7 +16,6 @@ from torchrec_picasso.batches.feed import BatchFeed, Fetched, IdStream, find_dat
 from torchrec_picasso.batches.split import micro_batch_sizes, reason_of
 from torchrec_picasso.errors import CompatError, InputError
 from torchrec_picasso.exchange.agreement import Agreement, Flags, agree_on
-from torchrec_picasso.exchange.peers import Peers
 from torchrec_picasso.exchange.waiting import OP_RANGE, named_range
 from torchrec_picasso.schedule.kinds import KINDS
 from torchrec_picasso.schedule.schedule import (
@@ -95,6 +93,10 @@ class BatchQueue:
         for inflight in self._inflights:
             for each, group in zip(inflight.groups, pipelined.groups):
                 each.group = group
+
+    def fetch_first(self, batches: Iterator[Any]) -> Fetched:
+        """Fetches a batch when none is in flight; see :meth:`.BatchFeed.first`. Collective."""
+        return self._feed.first(self._pg, batches)
 
     def begin(self, fetched: Fetched) -> None:
         """Puts the first batch in flight and fetches its rows. Collective."""
@@ -204,11 +206,6 @@ class BatchQueue:
     @property
     def _pg(self) -> dist.ProcessGroup:
         return process_group_of(self._model)
-
-    @cached_property
-    def peers(self) -> Peers:
-        """The ranks that errors of a step name."""
-        return Peers(self._pg)
 
     @property
     def doing(self) -> str:

@@ -66,7 +66,6 @@ from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.model_parts import inner_model, module_of
 from torchrec_picasso.train_pipeline.operations import Program
-from torchrec_picasso.train_pipeline.options import PipelineOptions
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 
 _TENSOR_FLOAT = 2.0**-11
@@ -156,11 +155,7 @@ class CutEvidence:
     """The facts for and against micro-batches of a model: objections, a proof, a comparison."""
 
     program: Program
-    pipeline: type[TrainPipelineSparseDist]
-    injected: Sequence[str]
-    """Modules into whose backward the user injected work."""
     pipelined: PipelinedModel
-    options: PipelineOptions
     draw: random.Random = field(default_factory=partial(random.Random, 0))
     """Draws the sizes and the order of torn pieces."""
 
@@ -168,10 +163,11 @@ class CutEvidence:
         """Names work that would run per micro-batch where the user expects it per batch."""
         model = self.program.model
         reason = why_whole_batches(model) or self.news() or next(_hooks_inside(model), None)
-        if reason is None and self.injected:
-            reason = f"register_backward_hook injected work into {', '.join(self.injected)}"
-        if reason is None and self.pipeline._backward is not TrainPipelineSparseDist._backward:
-            reason = f"{self.pipeline.__name__} overrides _backward"
+        injected, pipeline = self.program.injected, self.program.pipeline
+        if reason is None and injected:
+            reason = f"register_backward_hook injected work into {', '.join(injected)}"
+        if reason is None and pipeline._backward is not TrainPipelineSparseDist._backward:
+            reason = f"{pipeline.__name__} overrides _backward"
         return None if reason is None else f"{reason}; use num_micro_batches=1, or remove it"
 
     def news(self) -> str | None:
@@ -190,7 +186,7 @@ class CutEvidence:
         full_outputs = inflight.full_batch_outputs(self.pipelined.plain)
         # a proof follows the model's forward only, not code that runs beside or ahead of it
         functions = ("split_batch", "join_outputs", "custom_model_fwd")
-        given = [name for name in functions if getattr(self.options, name) is not None]
+        given = [name for name in functions if getattr(self.program.options, name) is not None]
         if given:
             return Proof(f"nothing is known of {', '.join(given)}; give a number")
         if self.pipelined.postproc_modules:
@@ -222,7 +218,7 @@ class CutEvidence:
             "in uneven parts": _Cut.torn(num_samples, num_parts, self.draw),
         }
         # torn pieces are joined by join_outputs, which may not know a user's type of batch
-        if self.options.split is not split_batch:
+        if self.program.options.split is not split_batch:
             ways.popitem()
         still, whole = StillRandomness(), None
         shortened = self.pipelined.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
@@ -260,10 +256,13 @@ class CutEvidence:
         # copies: a model may write into its batch, and the step still needs the original
         batch, context = copy_batch(inflight.batch), copy.copy(inflight.context)
         context.postproc_fwd_results = copy_batch(context.postproc_fwd_results)
-        pieces = list(self.options.split(batch, cut.sizes)) if len(cut.sizes) > 1 else [batch]
+        program = self.program
+        pieces = [batch]
+        if len(cut.sizes) > 1:
+            pieces = list(program.options.split(batch, cut.sizes))
         given = {name: whole.detached() for name, whole in full_outputs.items()}
         losses_K: dict[int, Any] = {}
-        outputs, program = [], self.program
+        outputs = []
         setting = replace(inflight.setting, num_micro_batches=len(cut.pieces_K))
         at_once = is_depth_first(setting, inflight.forwards_first)
         with still, torch.enable_grad():
@@ -285,7 +284,7 @@ class CutEvidence:
             tables = [(f"the gradient of the output of {name}", grad) for name, grad in grads]
             weights = [(f"the gradient of {n}", w.grad) for n, w in dense_parameters(model)]
             loss = "the loss", program.losses.batch(losses_K, cut.sizes_K)
-            output = self.options.join(outputs, cut.sizes_K) if cut.is_in_order else None
+            output = program.options.join(outputs, cut.sizes_K) if cut.is_in_order else None
             return _RunResult([*tables, *weights, loss], output, state_of(model))
 
     def _give(self, given: Mapping[str, FullBatchOutput], cut: _Cut, index: int) -> None:

@@ -8,32 +8,26 @@ result is that of the plain loop: every row is updated once per batch, by the su
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.modules.regroup import KTRegroupAsDict
 
 from torchrec_picasso._torchrec import BackwardHookWork, InjectionSite, TrainPipelineContext
 from torchrec_picasso.batches.feed import BatchFeed, IdStream, SplitBatch
-from torchrec_picasso.errors import CompatError
-from torchrec_picasso.exchange.waiting import STEP_RANGE, named_range
 from torchrec_picasso.rows.hot_rows import SavedUses
 from torchrec_picasso.rows.refresh_policy import Refresh
 from torchrec_picasso.rows.refresher import Refreshed
 from torchrec_picasso.schedule.schedule import Schedule, Setting
-from torchrec_picasso.sharding.delta_tracker import begin_batch
 from torchrec_picasso.train_pipeline.batch_queue import BatchQueue
-from torchrec_picasso.train_pipeline.cut_check import CutEvidence
 from torchrec_picasso.train_pipeline.hot_sets import HotSets
-from torchrec_picasso.train_pipeline.in_flight_batch import GroupBatch, InFlightBatch
+from torchrec_picasso.train_pipeline.interleaved_steps import InterleavedSteps
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 from torchrec_picasso.train_pipeline.losses import Losses
 from torchrec_picasso.train_pipeline.micro_batch_policy import MicroBatchPolicy
-from torchrec_picasso.train_pipeline.model_parts import inner_model, process_group_of
-from torchrec_picasso.train_pipeline.operations import Operations, Program
+from torchrec_picasso.train_pipeline.model_parts import inner_model
+from torchrec_picasso.train_pipeline.operations import Program
 from torchrec_picasso.train_pipeline.options import (
     JoinOutputs,
     PipelineOptions,
@@ -46,10 +40,9 @@ from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 from torchrec_picasso.train_pipeline.preparation import Preparation
 from torchrec_picasso.train_pipeline.rewrite import (
     explained_tracing,
-    replace_regroups,
-    restore_regroups,
 )
 from torchrec_picasso.train_pipeline.step_report import OnStep, StepWatch
+from torchrec_picasso.train_pipeline.steps import Steps
 from torchrec_picasso.train_pipeline.stock_steps import StockSteps
 
 In = TypeVar("In")
@@ -85,7 +78,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     """
 
     _model: nn.Module
-    _original_kjt_dist_forwards: list[Any]
+    _batch_count: int
 
     def __init__(
         self,
@@ -157,20 +150,45 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         self._hot_sets = HotSets(refresh, verify_every, self._id_stream)
         self._watch = StepWatch(on_step, device)
         self._injected: list[str] = []
-        self._regroups: list[KTRegroupAsDict] = []
         self._begin_with(model)
 
     def _begin_with(self, model: nn.Module) -> None:
         """Starts with a model that no step has run; no batch is in flight."""
-        self._stock = StockSteps.find(model, self._options, self._device, self._execute_all_batches)
-        asked = self._options.num_micro_batches if self._stock is None else 1
+        stock = StockSteps.find(model, self._options, self._device, self._execute_all_batches)
+        asked = self._options.num_micro_batches if stock is None else 1
         self._policy = MicroBatchPolicy(asked, self._options.lookahead, self._device)
         self._queue = BatchQueue(
             model, self._feed, self._options, self._policy, self._lifecycle, self._id_stream
         )
-        self._pipelined: PipelinedModel | None = None
-        if self._stock is not None:
-            self._model_fwd = self._stock.forward
+        if stock is not None:
+            self._steps: Steps = stock
+            self._model_fwd = stock.forward
+            return
+        self._steps = InterleavedSteps(
+            self._program(),
+            lambda batch, context: PipelinedModel(
+                model, batch, context, self._id_stream, self._device, self._pipeline_postproc
+            ),
+            self._queue,
+            self._policy,
+            self._hot_sets,
+            self._lifecycle,
+        )
+
+    def _program(self) -> Program:
+        """Collects the functions of the pipeline's user; each is looked up when it is called."""
+        return Program(
+            model=self._model,
+            forward=self._options.custom_model_fwd or (lambda batch: self._model(batch)),
+            backward=lambda losses: self._backward(losses),
+            step=lambda: self._optimizer_step(),
+            zero_grad=lambda: self._optimizer.zero_grad(),
+            wait_plain=self.wait_sparse_data_dist,
+            losses=Losses(self._options.loss_reduction),
+            options=self._options,
+            pipeline=type(self),
+            injected=self._injected,
+        )
 
     @property
     def num_micro_batches(self) -> int:
@@ -185,12 +203,12 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     @property
     def is_settled(self) -> bool:
         """Whether all further batches have the setting of the next batch."""
-        return self._stock is not None or self._policy.is_settled
+        return self._steps.is_settled
 
     @property
     def setting(self) -> Setting | None:
         """The setting that the autotuner chose, for a later run; ``None`` before."""
-        return self._policy.chosen if self._stock is None else self._policy.current
+        return self._steps.setting
 
     def settle_on(self, setting: Setting) -> None:
         """Adopts an earlier run's :attr:`setting`, if allowed, without autotuning; on all ranks."""
@@ -233,58 +251,23 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             PeerError: If another rank failed, with its message, or does not answer.
             PicassoError: If the step before did not end; see :meth:`reset`.
         """
-        is_training = self._model.training
-        step, queue = self._batch_count, self._queue
-        naming_ranks = queue.peers.propagate_errors(lambda: f"step {step}, {queue.doing}")
+        is_training, number, steps = self._model.training, self._batch_count, self._steps
+        naming_ranks = steps.peers.propagate_errors(lambda: f"step {number}, {steps.doing}")
         try:
             with naming_ranks, self._watch.measuring(), explained_tracing():
-                if self._stock is not None:
-                    output: Out = super().progress(self._stock.batches(dataloader_iter, self))
-                    num_samples = self._stock.end_step(self)
-                    groups: list[GroupBatch] = []
-                else:
-                    inflight = self._take_step(dataloader_iter)
-                    num_samples, groups = inflight.num_samples, inflight.groups
-                    sizes = [run.num_samples for run in inflight.runs]
-                    output = self._options.join(list(inflight.outputs_K.values()), sizes)
-                    inflight.forget()
+                self._lifecycle.check_step()
+                if self._lifecycle.state is State.DETACHED:
+                    self.attach(self._model)
+                step = steps.take(dataloader_iter, self)
         except StopIteration:
             # a DataLoader with persistent workers starts its next epoch on the same iterator
             self._dataloader_exhausted = False
-            if self._stock is not None:
-                self._stock.ask_data_again()
             raise
+        self._batch_count = number + 1
         if is_training:
-            self._watch.report(num_samples, groups, self.last_refresh)
+            self._watch.report(step.num_samples, step.groups, self.last_refresh)
+        output: Out = step.output
         return output
-
-    def _take_step(self, dataloader_iter: Iterator[In]) -> InFlightBatch:
-        """Takes one step; returns its batch. Collective."""
-        queue = self._queue
-        self._lifecycle.check_step()
-        if self._lifecycle.state is State.DETACHED:
-            self.attach(self._model)
-        fetched = None
-        if not queue:
-            fetched = self._feed.first(process_group_of(self._model), dataloader_iter)
-        if self._lifecycle.state is State.NEW:  # a model is examined by its first batch
-            first = fetched or queue.first
-            self._take_over(first.batch, first.context)
-        if fetched is not None:
-            queue.begin(fetched)
-        begin_batch(self._model)
-        assert self._pipelined is not None
-        self._pipelined.check_forwards()
-        # batches in flight have layouts of an older hot set, or inputs of the model's other mode
-        if self._hot_sets.have_changed() or queue.is_of_other_mode():
-            queue.request_again()
-        queue.read_batches(dataloader_iter)
-        with named_range(STEP_RANGE, self._batch_count):
-            queue.run_step()
-            if self._model.training:
-                self._hot_sets.end_step()
-        self._batch_count += 1
-        return queue.end_step()
 
     def _optimizer_step(self) -> None:
         """Steps the optimizer; a subclass may override it, as in TorchRec's pipeline."""
@@ -307,19 +290,18 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         Until :meth:`attach` the model may be used, trained and loaded, on all ranks alike.
         """
         self._lifecycle.change_to(State.DETACHED)
-        if self._pipelined is not None:
-            self._original_kjt_dist_forwards = self._pipelined.original_dist_forwards
-        restore_regroups(self._regroups)
-        self._policy.train_whole_next()
+        self._steps.release()
         return super().detach()
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
         """Takes over the model's sharded modules again; another model drops batches in flight."""
         if model is not None and model is not self._model:
             self.reset()
+            self._steps.begin_again()
+            self._model = model
             self._begin_with(model)
         self._lifecycle.change_to(State.NEW)
-        restore_regroups(self._regroups)
+        self._steps.begin_again()
         super().attach(model, sparse_dist)
         if self.contexts:  # of a stock plan: TorchRec has started their input dist again
             self.wait_sparse_data_dist(self.contexts[0])
@@ -333,9 +315,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         Messages on the wire end by themselves, so all ranks must have failed at the same operation.
         """
         super().reset()
-        self._queue.clear()
-        if self._stock is not None:
-            self._stock.forget()
+        self._steps.forget()
 
     def preparation(self) -> Preparation:
         """Returns a function that reads the ids of a batch ahead of its step, in any process.
@@ -346,57 +326,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         Raises:
             CompatError: If the model cannot be traced.
         """
-        if self._stock is not None:
-            return Preparation()
-        pipelined = self._pipelined
-        if pipelined is None:
-            pipelined = self._trace(None, TrainPipelineContext())
-            pipelined.release(self._model)
-        return replace(pipelined.preparation, num_micro_batches=self.num_micro_batches)
-
-    def _trace(self, batch: In | None, context: TrainPipelineContext) -> PipelinedModel:
-        return PipelinedModel(
-            self._model, batch, context, self._id_stream, self._device, self._pipeline_postproc
-        )
-
-    def _take_over(self, batch: In, context: TrainPipelineContext) -> None:
-        """Takes over the sharded modules of the model. Collective."""
-        found = self._trace(batch, context)
-        self._pipelined_modules = found.pipelined
-        self._original_forwards = found.original_forwards
-        self._pipelined_postprocs = found.postproc_modules
-        # batches in flight were read by the facts of the first batch
-        known = self._pipelined.first_batch if self._queue and self._pipelined else None
-        found.examine_first_batch(batch, context, known)
-        program = self._program()
-        evidence = CutEvidence(program, type(self), self._injected, found, self._options)
-        try:
-            self._policy.begin(evidence)
-        except CompatError:
-            self.detach()
-            raise
-        found.join_splits()
-        self._hot_sets.take(found.groups)
-        self._queue.work_with(Operations(program, found, self._id_stream))
-        self._pipelined = found
-        self._regroups = replace_regroups(found.inner, self._device)
-        self._lifecycle.change_to(State.ATTACHED)
-
-    def _program(self) -> Program:
-        """Collects the functions of the pipeline's user; each is looked up when it is called."""
-        return Program(
-            model=self._model,
-            forward=self._options.custom_model_fwd or (lambda batch: self._model(batch)),
-            backward=lambda losses: self._backward(losses),
-            step=lambda: self._optimizer_step(),
-            zero_grad=lambda: self._optimizer.zero_grad(),
-            wait_plain=self.wait_sparse_data_dist,
-            losses=Losses(self._options.loss_reduction),
-        )
+        return self._steps.preparation()
 
     def summary(self) -> str:
         """Describes how each sharded module is run, after a step, and the setting, line by line."""
-        if self._stock is not None:
-            return "no table is hot/cold: a step is that of TorchRec's TrainPipelineSparseDist"
-        lines = [] if self._pipelined is None else self._pipelined.lines()
-        return "\n".join([*lines, str(self._policy)])
+        return self._steps.summary()

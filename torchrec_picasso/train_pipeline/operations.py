@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.batches.feed import IdStream
 from torchrec_picasso.exchange.waiting import note_all_reduce
 from torchrec_picasso.ops.streams import tensors_in
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
@@ -30,6 +30,7 @@ from torchrec_picasso.train_pipeline.data_parallel import (
 )
 from torchrec_picasso.train_pipeline.in_flight_batch import GroupBatch, InFlightBatch
 from torchrec_picasso.train_pipeline.losses import Losses
+from torchrec_picasso.train_pipeline.options import PipelineOptions
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 
 
@@ -59,6 +60,11 @@ class Program:
     wait_plain: Callable[[TrainPipelineContext], None]
     """Waits for the input dists of plain modules, which run once per batch."""
     losses: Losses
+    options: PipelineOptions
+    pipeline: type[TrainPipelineSparseDist]
+    """Class of the pipeline, which a user may have derived."""
+    injected: Sequence[str]
+    """Modules into whose backward the user injected work."""
 
 
 def _for_each_group(method: Callable[[GroupBatch], Callable[..., None]]) -> Callable[..., None]:
@@ -75,10 +81,10 @@ def _for_each_group(method: Callable[[GroupBatch], Callable[..., None]]) -> Call
 class Operations:
     """The operations of a schedule: one method ``_<kind>`` per kind of operation."""
 
-    def __init__(self, program: Program, pipelined: PipelinedModel, id_stream: IdStream) -> None:
+    def __init__(self, program: Program, pipelined: PipelinedModel) -> None:
         self.program = program
         self.pipelined = pipelined
-        self._id_stream = id_stream
+        self._id_stream = pipelined.id_stream
         # by module name: whether it got gradients when any rank last had samples
         self._is_trained: dict[str, bool] = {}
 

@@ -86,7 +86,7 @@ class PipelinedModel:
         """The model inside its wrapper."""
         # the tracer runs the forward with proxies, which may change the model's own state
         with without_a_trace(self.inner, device), explained_tracing(), held_warnings() as held:
-            self.pipelined, _, self.original_forwards, self.postproc_modules, changed = (
+            self.pipelined, _, self._original_forwards, self.postproc_modules, changed = (
                 rewrite_model(
                     model=model,
                     context=context,
@@ -120,7 +120,7 @@ class PipelinedModel:
             self._take(name, module)
         refused = {name: self.made_ahead.refused.get(name, "") for name in changed}
         self._unpipelined = unpipelined_modules(self.inner, self.pipelined, refused)
-        self._id_stream = id_stream
+        self.id_stream = id_stream
         self.first_batch = FirstBatchFacts()
         """Facts about the first batch; set by :meth:`examine_first_batch`."""
         self.groups: Sequence[ModuleGroup] = ()
@@ -136,7 +136,7 @@ class PipelinedModel:
         """Pipelines a module whose input is made ahead, as TorchRec pipelines the others."""
         module: Any = self.inner.get_submodule(name)
         arguments = self.made_ahead.arguments(name)
-        self.original_forwards.append(module.forward)
+        self._original_forwards.append(module.forward)
         self.pipelined.append(module)
         module.is_pipelined = True
         module.forward = InterleavedForward(name, arguments, module, context, stream)
@@ -218,10 +218,10 @@ class PipelinedModel:
         vbe = [name for name, stride in strides.items() if stride != num_samples]
         return features_of, num_samples, vbe
 
-    def release(self, model: nn.Module) -> None:
+    def release(self) -> None:
         """Restores the model's own forwards."""
-        originals = self.original_forwards, self.original_dist_forwards, self.postproc_modules
-        detach_model(model, self.pipelined, *originals)
+        originals = self._original_forwards, self._original_dist_forwards, self.postproc_modules
+        detach_model(self.inner, self.pipelined, *originals)
 
     @property
     def num_changes(self) -> int:
@@ -252,8 +252,8 @@ class PipelinedModel:
 
     def _collected(self, batch: Any, context: TrainPipelineContext) -> FirstBatchFacts:
         """Collects the facts about all ranks' first batches. Collective."""
-        with self._id_stream.working():
-            self._id_stream.take_batch(batch)
+        with self.id_stream.working():
+            self.id_stream.take_batch(batch)
             features_of, num_samples, vbe = self._examined(batch, context)
             # one vector for one all-reduce: a flag per module (VBE), a flag per module (weights),
             # samples, and a flag for a batch without countable samples; the maximum joins each
@@ -323,7 +323,7 @@ class PipelinedModel:
             self._dist_forwards = {name: override_input_dist_forwards([m]) for name, m in named}
 
     @property
-    def original_dist_forwards(self) -> list[Callable[..., Any]]:
+    def _original_dist_forwards(self) -> list[Callable[..., Any]]:
         """The forwards that TorchRec's ``detach`` restores, in the order of its input dists. The
         two modules of a split module have their own input dists, which ``detach`` does not see."""
         known = self._dist_forwards

@@ -19,7 +19,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
@@ -28,21 +27,20 @@ from torchrec_picasso.batches.feed import empty_batch, find_data, share_empty_ba
 from torchrec_picasso.batches.split import count_samples
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import Agreement
+from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.data_parallel import no_gradients, note_reduction
 from torchrec_picasso.train_pipeline.losses import Losses
-from torchrec_picasso.train_pipeline.model_parts import (
-    has_stock_means,
-    inner_model,
-    process_group_of,
-)
+from torchrec_picasso.train_pipeline.model_parts import has_stock_means, inner_model
 from torchrec_picasso.train_pipeline.options import PipelineOptions
+from torchrec_picasso.train_pipeline.preparation import Preparation
+from torchrec_picasso.train_pipeline.steps import Step, Steps
 
 _BATCHES = 3
 """In flight in the middle of a step of TorchRec's pipeline."""
 
 
-class StockSteps(Iterator[Any]):
+class StockSteps(Steps, Iterator[Any]):
     """Gives TorchRec's pipeline batches until the data of all ranks has ended, and a forward.
 
     As an iterator it yields this rank's batches, on the host, and after the last one empty ones.
@@ -53,7 +51,8 @@ class StockSteps(Iterator[Any]):
     def __init__(
         self, model: nn.Module, options: PipelineOptions, device: torch.device, executes_all: bool
     ) -> None:
-        self._model, self._options = model, options
+        super().__init__(model)
+        self._options = options
         self._forward = options.custom_model_fwd or model
         self._device, self._execute_all_batches = device, executes_all
         self._losses = Losses(options.loss_reduction)
@@ -74,10 +73,6 @@ class StockSteps(Iterator[Any]):
             return None
         return cls(model, *arguments)
 
-    @property
-    def _pg(self) -> dist.ProcessGroup:
-        return process_group_of(self._model)
-
     @cached_property
     def _asks_ahead(self) -> bool:
         """Whether ranks tell each other of every batch, at the cost of the first, so that none is
@@ -85,6 +80,15 @@ class StockSteps(Iterator[Any]):
         # TorchRec has no means of no samples
         has_means = has_stock_means([self._model])
         return has_means or not self._execute_all_batches or self._pg.size() == 1
+
+    def take(self, batches: Iterator[Any], pipeline: TrainPipelineSparseDist[Any, Any]) -> Step:
+        """Takes a step of TorchRec's pipeline; see :class:`.Steps`. Collective."""
+        try:
+            output = TrainPipelineSparseDist.progress(pipeline, self.batches(batches, pipeline))
+        except StopIteration:
+            self._has_ended = False  # the next step may read the iterator again
+            raise
+        return Step(output, self._end_step(pipeline))
 
     def batches(
         self, batches: Iterator[Any], pipeline: TrainPipelineSparseDist[Any, Any]
@@ -149,10 +153,6 @@ class StockSteps(Iterator[Any]):
             return False
         return True
 
-    def ask_data_again(self) -> None:
-        """Lets the next step read an iterator that has ended."""
-        self._has_ended = False
-
     def _is_over(self, context: TrainPipelineContext) -> bool:
         """Whether the next batch in flight is no rank's data. Collective."""
         if self._asks_ahead:
@@ -177,7 +177,7 @@ class StockSteps(Iterator[Any]):
         loss = self._losses.stand_in(losses)
         return (loss * 0.0 if loss.requires_grad else no_gradients(self._model)), output
 
-    def end_step(self, pipeline: TrainPipelineSparseDist[Any, Any]) -> int:
+    def _end_step(self, pipeline: TrainPipelineSparseDist[Any, Any]) -> int:
         """Drops the next batches in flight if they are no rank's data. Collective.
 
         Returns the samples of the batch that was trained, for reports; 0 if uncountable.
@@ -199,6 +199,19 @@ class StockSteps(Iterator[Any]):
         self._source, self._has_ended, self._last = None, False, None
         self._own.clear()
         self._are_data.clear()
+
+    @property
+    def setting(self) -> Setting:
+        """Whole batches, whatever is asked for."""
+        return Setting(1, self._options.lookahead is not False)
+
+    def preparation(self) -> Preparation:
+        """Returns a function that reads no ids: a step of TorchRec's does."""
+        return Preparation()
+
+    def summary(self) -> str:
+        """Names the pipeline whose step it is."""
+        return "no table is hot/cold: a step is that of TorchRec's TrainPipelineSparseDist"
 
 
 def _batch_sizes(context: TrainPipelineContext) -> Sequence[int]:
