@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.rank_load import by_frequency, measure, read_columns
 from tests.frequency.test_criteo import FEATURES, ROWS
 from torchrec_picasso.app.zoo.data.criteo import hash_ids
 from torchrec_picasso.app.zoo.data.criteo_files import read_criteo
@@ -122,6 +123,21 @@ def test_equal_blocks_are_torchrecs() -> None:
     assert filled_blocks(5, 4) == (2, 1, 1, 1)
     balanced = balance_homes([table(8, np.ones(8))], 4)
     assert balanced.block_rows_TW == ((2, 2, 2, 2),)
+
+
+@pytest.mark.parametrize("stream", ["zipf_0.8", "zipf_1.1", "zipf_1.4"])
+def test_ids_in_order_of_frequency_are_asked_for_evenly(stream: str) -> None:
+    """Of the rows of a batch most were never counted; they are near rows that were counted once."""
+    found = measure(read_columns(stream, ""), 4096, 4)
+    assert found["lookups"] > 2.9
+    assert found["distinct_equal"] > 2.8
+    assert found["distinct_cut"] <= 1.03
+
+
+def test_ids_by_counted_frequency_leave_rows_without_a_count_to_the_end() -> None:
+    ids = read_columns("zipf_1.1", "")["item"]
+    found = measure({"item": by_frequency(ids * 7919 % 1_000_003, len(ids) // 2)}, 4096, 4)
+    assert found["distinct_cut"] <= 1.2 < found["distinct_equal"]
 
 
 BATCH_SIZE = 4096

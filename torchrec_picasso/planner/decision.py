@@ -19,11 +19,11 @@ from torch import Tensor
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.cost.step_price import StepPricer
-from torchrec_picasso.cost.table_work import TableWork
+from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
 from torchrec_picasso.placement import HotColdParams, pack_key
 from torchrec_picasso.planner.choice import Choice, TableInfo, choose
-from torchrec_picasso.planner.home_blocks import HomeBlocks, RowLoads, balance_homes
+from torchrec_picasso.planner.home_blocks import HomeBlocks, RowLoads, balance_homes, even_blocks
 from torchrec_picasso.schedule.setting_choice import pieces_for
 
 
@@ -38,6 +38,9 @@ class Decision(Choice):
     """Home blocks of the row-exchanged tables; ``None`` = no statistics or no such tables."""
     block_rows: Mapping[int, tuple[int, ...]]
     """Number of home rows on each rank, by position of each table in ``homes``."""
+    row_wise_TW: tuple[tuple[float, ...], ...]
+    """Elements that stock row-wise sharding looks up for one rank's batch, by table and home rank;
+    empty without statistics."""
     curves: CommCurves
     world_size: int
     batch_size: int  # samples per rank and step
@@ -59,8 +62,8 @@ def decide(
     """Chooses the placement of each table, its hot rows, and its home blocks.
 
     Arguments as for ``hot_cold_planner``; ``batch_size`` is per rank, ``replica_budget_bytes`` per
-    rank and used only if the cost model chooses (``hot_rows=None``), ``dense=None`` = the times in
-    the curves. Raises PlanError if the statistics are of other tables, or the requested hot rows do
+    rank: chosen hot rows and unequal home blocks take no more; ``dense=None`` = the times in the
+    curves. Raises PlanError if the statistics are of other tables, or the requested hot rows do
     not exist.
     """
     able = {t.load.name: t.load.num_embeddings for t in tables if t.not_hot_cold is None}
@@ -85,13 +88,17 @@ def decide(
     if stats is not None and in_rows:
         works = [choice.works[i] for i in in_rows]
         loads = [_row_loads(work, hot_sets[work.load.name], stats) for work in works]
-        homes = balance_homes(loads, world_size)
+        replicas = sum(hot_sets[work.load.name].numel() * work.load.row_bytes for work in works)
+        homes = balance_homes(loads, world_size, max(0.0, replica_budget_bytes - replicas))
     return Decision(
         **vars(choice),
         tables=tuple(tables),
         placements=_placements(tables, choice, hot_sets, num_waves),
         homes=homes,
         block_rows=dict(zip(in_rows, homes.block_rows_TW)) if homes is not None else {},
+        row_wise_TW=tuple(_row_wise_loads(table.load, stats, world_size) for table in tables)
+        if stats is not None
+        else (),
         curves=curves,
         world_size=world_size,
         batch_size=batch_size,
@@ -196,4 +203,16 @@ def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoad
         load_U=load_U * dim,
         gap_load_U1=gap_load_U1 * dim,
         spread_load=rest * dim,
+        row_bytes=work.load.row_bytes,
     )
+
+
+def _row_wise_loads(load: TableLoad, stats: FrequencyStats, world_size: int) -> tuple[float, ...]:
+    """Computes the elements that each rank looks up for one rank's batch with equal blocks."""
+    counts = stats.tables.get(load.name)
+    if counts is None:
+        return (load.lookups * load.dim / world_size,) * world_size
+    ends_W = np.cumsum(even_blocks(load.num_embeddings, world_size))
+    home_U = np.searchsorted(ends_W, counts.rows_U.numpy(), side="right")
+    lookups_W = np.bincount(home_U, counts.counts_U.numpy(), minlength=world_size)
+    return tuple((lookups_W / max(lookups_W.sum(), 1) * load.lookups * load.dim).tolist())
