@@ -136,8 +136,8 @@ def explain_shortage(
         return None
     rank = needs_W.index(need)
     largest, its_bytes = max(
-        zip(least, (each[rank] for each in bytes_TW)),
-        key=lambda of: (of[1], of[0].path, of[0].name),
+        zip(least, (bytes_W[rank] for bytes_W in bytes_TW)),
+        key=lambda each: (each[1], each[0].path, each[0].name),
     )
     replicas = sum(map(replica_bytes, least))
     sufficient = int((need + fixed) / (1 - share)) + 1
