@@ -60,7 +60,7 @@ def summarize(decision: Decision) -> dict[str, Any]:
         "sent_bytes": sum(decision.sent_bytes.values()),
         "priced_ms": dict(decision.priced_ms),
         **{"stock_ms": None, "stock_sent_bytes": None, "speedup": None},
-        "memory_bytes": hot_cold_memory_bytes(works, num_hot),
+        "memory_bytes": hot_cold_memory_bytes(works, num_hot, step.num_micro_batches),
         "home_max_over_mean": homes.max_over_mean if homes is not None else None,
         "even_home_max_over_mean": homes.even_max_over_mean if homes is not None else None,
         "ranks": (ranks := _ranks(decision)),
@@ -83,7 +83,9 @@ def _ranks(decision: Decision) -> list[dict[str, float]]:
     load_W = homes.load_W if homes is not None else (0.0,) * world_size
     all_bytes = sum(load_W) * _WIRE_BYTES  # of the rows that a rank requests, its own included
     others = sum(decision.sent_bytes.values()) - 2 * all_bytes * (world_size - 1) / world_size
-    memory = hot_cold_memory_bytes([work for _, work in works], [num_hot[i] for i, _ in works])
+    parts = decision.step.num_micro_batches
+    each = [work for _, work in works]
+    memory = hot_cold_memory_bytes(each, [num_hot[i] for i, _ in works], parts)
     found = []
     for rank, load in enumerate(load_W):
         served = load * _WIRE_BYTES * (world_size - 1)  # rows to other ranks
