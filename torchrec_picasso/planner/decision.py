@@ -61,9 +61,8 @@ def decide(
 ) -> Decision:
     """Chooses the placement of each table, its hot rows, and its home blocks.
 
-    Arguments as for ``hot_cold_planner``; ``batch_size`` is per rank, ``replica_budget_bytes`` per
-    rank: chosen hot rows and unequal home blocks take no more; ``dense=None`` = the times in the
-    curves. Raises PlanError if the statistics are of other tables, or the requested hot rows do
+    Arguments as for ``hot_cold_planner``; ``replica_budget_bytes``, per rank: chosen hot rows and
+    unequal home blocks take no more. PlanError if statistics are of other tables, or hot rows do
     not exist.
     """
     able = {t.load.name: t.load.num_embeddings for t in tables if t.not_hot_cold is None}
@@ -73,21 +72,21 @@ def decide(
     pricer = StepPricer(curves, world_size, dense, pieces_for(batch_size))
     if hot_rows is None:
         choice = choose(tables, pricer, replica_budget_bytes)
-        chosen = zip(tables, choice.forms, choice.num_hot)
-        counts = {table.load.name: num_hot for table, form, num_hot in chosen if form is not None}
-        hot_sets = select_hot_rows(able, counts, stats)
+        each = zip(tables, choice.forms, choice.num_hot)
+        counts = {t.load.name: num_hot for t, form, num_hot in each if form is not None}
         # hot rows in the user's constraints replace chosen ones
+        hot_sets = select_hot_rows(able, counts, stats)
         hot_sets |= {t.load.name: t.required.hot_rows for t in tables if t.required is not None}
     else:  # the caller has chosen: the plan is only priced
         without = {table.load.name for table in tables if table.no_hot_rows is not None}
         hot_sets = select_hot_rows(able, hot_rows, stats, without=without)
-        names = {i: t.load.name for i, t in enumerate(tables) if t.not_hot_cold is None}
-        given = {i: hot_sets[name].numel() for i, name in names.items() if name in hot_sets}
-        choice = choose(tables, pricer, replica_budget_bytes, given_hot=given)
+        names = enumerate(table.load.name for table in tables)
+        given = {i: hot_sets[name].numel() for i, name in names if name in hot_sets}
+        choice = choose(tables, pricer, given_hot=given)
     homes, in_rows = None, [i for i, form in enumerate(choice.forms) if form == "rows"]
     if stats is not None and in_rows:
         works = [choice.works[i] for i in in_rows]
-        loads = [_row_loads(work, hot_sets[work.load.name], stats) for work in works]
+        loads = [_row_loads(work, hot_sets, stats) for work in works]
         replicas = sum(hot_sets[work.load.name].numel() * work.load.row_bytes for work in works)
         homes = balance_homes(loads, world_size, max(0.0, replica_budget_bytes - replicas))
     return Decision(
@@ -173,15 +172,15 @@ def balance_waves(tables: Sequence[tuple[Hashable, float]], num_waves: int) -> l
     return waves
 
 
-def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoads:
-    """Estimates the elements that one rank requests per step, by row.
+def _row_loads(work: TableWork, hot_sets: Mapping[str, Tensor], stats: FrequencyStats) -> RowLoads:
+    """Estimates the elements that one rank requests per step, by row of a table.
 
     Rows seen once do not predict the rows of the next batch, but where those are: near them are as
     many rows that were not seen (Good 1953, in each part of the table). So each gives an equal
     share of their load to the next rows without a count, wherever the frequent ids are.
     """
-    counts, spectrum = stats.tables[work.load.name], work.load.spectrum
-    rows_U, counts_U = counts.rows_U.numpy(), counts.counts_U
+    counts, hot_H = stats.tables[work.load.name], hot_sets[work.load.name]
+    rows_U, counts_U, spectrum = counts.rows_U.numpy(), counts.counts_U, work.load.spectrum
     assert spectrum is not None
     # load of a row = probability that one rank's batch uses it, looked up by its count
     place_U = torch.searchsorted(spectrum.counts_K.flip(0), counts_U.double()).numpy()

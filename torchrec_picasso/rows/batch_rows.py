@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
-from torchrec_picasso.ops.row_order import CLEAN, dirty_exchange
+from torchrec_picasso.ops.row_order import CLEAN, FIRST_DIRTY
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.group import Matrices, RowGroup
 from torchrec_picasso.rows.request import RowLayout
@@ -62,7 +62,7 @@ class BatchRows:
 
     def fetch_dirty(self, chunk: int, wave: int | None = None) -> None:
         """Starts fetching the dirty rows of a chunk. Collective."""
-        self._fetch(dirty_exchange(chunk), self.group.plan.packs_of(wave))
+        self._fetch(FIRST_DIRTY + chunk, self.group.plan.packs_of(wave))
 
     def _fetch(self, exchange: int, packs: Sequence[int]) -> None:
         if not packs:
@@ -162,8 +162,8 @@ class MicroBatchRows:
     def own_sizes(self) -> Sequence[int] | None:
         """Samples of each feature if features were padded to one batch size, else ``None``."""
         features = self.batch_rows.layout.features_by_module[self.module]
-        is_filled_up = self.batch_size is not None and features.variable_stride_per_key()
-        return features.stride_per_key() if is_filled_up else None
+        is_padded = self.batch_size is not None and features.variable_stride_per_key()
+        return features.stride_per_key() if is_padded else None
 
     @property
     def features(self) -> KeyedJaggedTensor:
@@ -199,7 +199,7 @@ class MicroBatchRows:
             for arrival in list(rows._arrivals):
                 exchange, brought, pending = arrival
                 is_needed = not brought.isdisjoint(range(packs.start, packs.stop))
-                if is_needed and exchange <= dirty_exchange(self.micro_batch):
+                if is_needed and exchange <= FIRST_DIRTY + self.micro_batch:
                     pending.wait()
                     rows._arrivals.remove(arrival)
             # A pipeline may have started the fetch on another stream.
