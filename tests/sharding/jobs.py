@@ -8,7 +8,7 @@ weights and sees the same batches, so two results can be compared number by numb
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -96,6 +96,8 @@ class Job:
     """Features of one id per sample."""
     wire: str | None = None
     seed: int = 0
+    form: Literal["rows", "node_rows"] = "rows"
+    """Form of the hot/cold tables whose rows travel."""
     regrouped: bool = False
     """Whether the model takes its columns from a ``KTRegroupAsDict``, the last ones first."""
 
@@ -208,7 +210,11 @@ def shard(
         table.name: params
         for tables in tables_of.values()
         for table in tables
-        if (params := params_of(places[table.name], table.rows, job.waves.get(table.name, 0)))
+        if (
+            params := params_of(
+                places[table.name], table.rows, job.waves.get(table.name, 0), job.form
+            )
+        )
         is not None
     }
     bags, sequences = (
@@ -264,14 +270,16 @@ def way_of(where: str | int | None, owner: int) -> Any:
     return row_wise() if where == "row_wise" or isinstance(where, int) else table_wise(rank=owner)
 
 
-def params_of(where: str | int | None, rows: int, wave: int) -> picasso.HotColdParams | None:
+def params_of(
+    where: str | int | None, rows: int, wave: int, form: Literal["rows", "node_rows"] = "rows"
+) -> picasso.HotColdParams | None:
     """Of a hot/cold table: hot is every third row, so that homes share hot rows."""
     if where == "bags":
         return picasso.HotColdParams(form="bags")
     if not isinstance(where, int):
         return None
     by_thirds = sorted(range(rows), key=lambda row: (row % 3, row))
-    return picasso.HotColdParams(hot_rows=by_thirds[:where], wave=wave)
+    return picasso.HotColdParams(hot_rows=by_thirds[:where], wave=wave, form=form)
 
 
 def _cut_lopsided(sharding: Any, rows: int) -> None:

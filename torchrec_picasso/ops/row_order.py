@@ -214,15 +214,12 @@ def locate_rows(
         is_used_H1.index_fill_(0, torch.where(is_hot_U, slot_U, hot.num_rows), True)
     # Rows ascend within a segment because tables of one pack are side by side and ascend at each
     # home rank; the sort by segment must therefore be stable.
-    order_U, counts = _sort_by_segment(segment_U, space.num_packs * per_pack)
-    # Inverse permutation of order_U.
-    request_position_U = torch.empty_like(order_U)
-    request_position_U.scatter_(0, order_U, torch.arange(order_U.numel(), device=order_U.device))
+    order_U, counts = sort_by_segment(segment_U, space.num_packs * per_pack)
     return LocatedRows(
         storage_row_U=storage_row_U.index_select(0, order_U),
         counts_PQ=counts.view(space.num_packs, per_pack),
         order_U=order_U,
-        request_position_U=request_position_U,
+        request_position_U=positions_of(order_U),
         is_used_H=is_used_H1[:-1],
     )
 
@@ -284,7 +281,7 @@ def find_fetch_orders(
         asked_n = segment_of(on_device[: asked.size], dirty_n.numel())
     # By segment of request order, that of its clean rows in fetch order, then of its dirty rows.
     fetched_n = on_device[asked.size :].index_select(0, asked_n.add_(dirty_n, alpha=asked.size))
-    order_n, found = _sort_by_segment(fetched_n, fetched.size)
+    order_n, found = sort_by_segment(fetched_n, fetched.size)
     splits = [ExchangeSplits(counts) for counts in found.view(num_lists, -1, world_size).tolist()]
     return splits, order_n
 
@@ -300,19 +297,24 @@ def fetch_positions(
     """
     if order_n is None:
         return located.request_position_U
-    counting_U = torch.arange(located.order_U.numel(), device=order_n.device)
     if any(hot for hot, _ in hot_cold_P):
         hot_P, cold_P = zip(*hot_cold_P)
         # Hot rows are read locally and keep their place, which moves the cold rows behind them.
+        counting_U = torch.arange(located.order_U.numel(), device=order_n.device)
         kept_P = counting_U.split([num for both in hot_cold_P for num in both])[::2]
         moved_P = torch._foreach_add(order_n.split(cold_P), [*accumulate(hot_P)])
         order_n = torch.cat([part for both in zip(kept_P, moved_P) for part in both])
-    # Inverse permutation, shape (U,), then from request order to ascending id.
-    position_U = torch.empty_like(counting_U).scatter_(0, order_n, counting_U)
-    return position_U.index_select(0, located.request_position_U)
+    # Shape (U,), then from request order to ascending id.
+    return positions_of(order_n).index_select(0, located.request_position_U)
 
 
-def _sort_by_segment(segment_n: Tensor, num_segments: int) -> tuple[Tensor, Tensor]:
+def positions_of(order_n: Tensor) -> Tensor:
+    """Returns the inverse of a permutation, int64: the position of each entry."""
+    counting_n = torch.arange(order_n.numel(), device=order_n.device)
+    return torch.empty_like(counting_n).scatter_(0, order_n, counting_n)
+
+
+def sort_by_segment(segment_n: Tensor, num_segments: int) -> tuple[Tensor, Tensor]:
     """Sorts rows stably by segment; returns their order and the count of each segment, int64."""
     order_n = stable_order(segment_n, num_segments)
     # Differences of the segments' edges in the sorted segments; bincount would sync the host.
