@@ -1,9 +1,9 @@
 """Exchanges between ranks that ask and home ranks: direct, or in two parts by host.
 
-Of N hosts with G ranks, rank ``n G + g`` has *place* g on host n. By host, what goes to home ranks
+Of Y hosts with L ranks, rank ``y L + l`` has *place* l on host y. By host, what goes to home ranks
 first goes *inside* the host, to the rank that has the home rank's place, the *relay*, and then
 *across* hosts, among the ranks of one place; what comes from home ranks takes the same way back. A
-rank then has G - 1 + N - 1 peers instead of N G - 1. At the relay rows that several ranks of its
+rank then has L - 1 + Y - 1 peers instead of Y L - 1. At the relay rows that several ranks of its
 host asked for become one, and one becomes several.
 
 The second part needs what the first one brings. On the way to home ranks, whose first part stays in
@@ -12,7 +12,7 @@ needs the network, when the exchange or a later one is waited for. Second parts 
 of their first parts. Each direction has groups of its own inside and across, so the order of
 messages in a group is equal on all ranks, also where ranks wait in another order.
 
-Shape letters: G ranks of a host, N hosts, W = N G ranks, X words.
+Shape letters: L places, Y hosts, W = Y L ranks, X words.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import Agreement
 from torchrec_picasso.exchange.all_to_all import Ranks, is_on_gloo, ranks_of_part
 from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
-from torchrec_picasso.exchange.waiting import Pending
+from torchrec_picasso.exchange.waiting import Pending, wait_for
 
 Relayed = Callable[[], Sequence[Payload]]
 """Returns the payloads of the second part, once those of the first have arrived at the relay."""
@@ -52,9 +52,11 @@ class Exchanges:
 
         The returned memory, ``(W, X)``, will contain the words of each rank.
         """
-        received_WX, one_W = torch.empty_like(words_WX), [1] * len(words_WX)
-        payload = Payload(words_WX, one_W, received_WX, one_W)
-        return PackedAllToAll(self._ranks, [payload], len(words_WX)), received_WX
+        received_WX = torch.empty_like(words_WX)
+        words_W = [words_WX.size(1)] * len(words_WX)
+        ends = received_WX.view(-1), words_WX.view(-1)
+        work = self._ranks.start_all_to_all(*ends, words_W, words_W, sum(words_W))
+        return _Words(work), received_WX
 
     def start(
         self,
@@ -68,6 +70,16 @@ class Exchanges:
         """Starts an exchange, to home ranks or back, as :class:`.PackedAllToAll`. Collective.
         ``relayed`` is called by exchanges of two parts."""
         return PackedAllToAll(self._ranks, payloads, most_asked, codec)
+
+
+class _Words:
+    """Words that are on their way to each rank."""
+
+    def __init__(self, work: Pending) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        wait_for(self._work)
 
 
 class HostExchanges(Exchanges):

@@ -297,15 +297,16 @@ def fetch_positions(
     """
     if order_n is None:
         return located.request_position_U
+    counting_U = torch.arange(located.order_U.numel(), device=order_n.device)
     if any(hot for hot, _ in hot_cold_P):
         hot_P, cold_P = zip(*hot_cold_P)
         # Hot rows are read locally and keep their place, which moves the cold rows behind them.
-        counting_U = torch.arange(located.order_U.numel(), device=order_n.device)
         kept_P = counting_U.split([num for both in hot_cold_P for num in both])[::2]
         moved_P = torch._foreach_add(order_n.split(cold_P), [*accumulate(hot_P)])
         order_n = torch.cat([part for both in zip(kept_P, moved_P) for part in both])
-    # Shape (U,), then from request order to ascending id.
-    return positions_of(order_n).index_select(0, located.request_position_U)
+    # Inverse permutation, shape (U,), then from request order to ascending id.
+    position_U = torch.empty_like(counting_U).scatter_(0, order_n, counting_U)
+    return position_U.index_select(0, located.request_position_U)
 
 
 def positions_of(order_n: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ chunks come back in descending order.
 
 Header words of a pair of ranks are those of rows; a relay reads the words that it passes on.
 
-Shape letters: G ranks of a host, N hosts, K chunks, P packs, U distinct rows, W = N G ranks; n rows
-asked for.
+Shape letters: K chunks, L places, P packs, U unique rows, W = Y L ranks, Y hosts; n rows asked for.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ class NodeRoute(RowRoute):
         exchanges = HostExchanges(self.ranks)
         self.num_hosts, self.num_places = exchanges.num_hosts, exchanges.num_places
         self._place = self.ranks.rank % self.num_places
-        # rank n G + g is number g N + n in requests: the home ranks of one relay are neighbours
+        # rank y L + l is number l Y + y in requests: the home ranks of one relay are neighbours
         numbers_W = torch.arange(self.ranks.size, device=self.device)
-        numbers_GN = numbers_W.view(self.num_places, self.num_hosts)
-        self._number_of_rank_W = numbers_GN.t().reshape(-1)
+        numbers_LY = numbers_W.view(self.num_places, self.num_hosts)
+        self._number_of_rank_W = numbers_LY.t().reshape(-1)
         numbers = self._number_of_rank_W.index_select(0, self.space.block_rank_TW)
         self._request_space = replace(self.space, block_rank_TW=numbers)
         own = slice(self._place, None, self.num_places)
-        self.relayed_rows_PN = np.array([rows_W[own] for rows_W in self.space.home_rows_PW])
+        self.relayed_rows_PY = np.array([rows_W[own] for rows_W in self.space.home_rows_PW])
         """Home rows of the ranks of this rank's place, by pack and host."""
 
     @property
@@ -96,25 +95,25 @@ class _Distinct:
 
     @staticmethod
     def find(
-        rows_n: Tensor, counts_PKNG: np.ndarray, host_axis: int, num_rows_PN: np.ndarray
+        rows_n: Tensor, counts_PKYL: np.ndarray, host_axis: int, num_rows_PY: np.ndarray
     ) -> _Distinct:
         """Finds the distinct rows; both ends of an exchange across hosts find the same.
 
         Args:
             rows_n: Home row of each asked row, integer, by pack and chunk.
-            counts_PKNG: Number of asked rows by pack, chunk, host and rank of the asking host, or
+            counts_PKYL: Number of asked rows by pack, chunk, host and rank of the asking host, or
                 with these two swapped, then ``host_axis`` is 3 instead of 2.
             host_axis: Axis of the host at the other end.
-            num_rows_PN: Home rows of each pack on that host.
+            num_rows_PY: Home rows of each pack on that host.
         """
-        num_packs, num_chunks = counts_PKNG.shape[:2]
-        num_hosts = counts_PKNG.shape[host_axis]
+        num_packs, num_chunks = counts_PKYL.shape[:2]
+        num_hosts = counts_PKYL.shape[host_axis]
         # one range of integers for the rows of all packs and hosts
-        ends = num_rows_PN.cumsum()
-        starts = torch.from_numpy(ends - num_rows_PN.reshape(-1))
+        ends = num_rows_PY.cumsum()
+        starts = torch.from_numpy(ends - num_rows_PY.reshape(-1))
         pack_n, chunk_n, *rest_n = (
-            torch.from_numpy(np.repeat(axis.reshape(-1), counts_PKNG.reshape(-1)))
-            for axis in np.indices(counts_PKNG.shape)
+            torch.from_numpy(np.repeat(axis.reshape(-1), counts_PKYL.reshape(-1)))
+            for axis in np.indices(counts_PKYL.shape)
         )
         host_n = rest_n[host_axis - 2]
         keys_n = starts[pack_n * num_hosts + host_n] + rows_n
@@ -153,9 +152,9 @@ class _Request(RowsRequest):
     """The request for the rows of one batch, and what this rank relays for others."""
 
     route: NodeRoute
-    _passing_PKGN: np.ndarray = field(init=False)
+    _passing_PKLY: np.ndarray = field(init=False)
     """Number of row numbers that pass, by chunk, rank of the host and host of the home rank."""
-    _arriving_PKNG: np.ndarray = field(init=False)
+    _arriving_PKYL: np.ndarray = field(init=False)
     """Number of row numbers that arrive, by chunk, host and rank of the host."""
     _asked_n: Tensor = field(init=False)
     """Row numbers that pass, in the order of their counts."""
@@ -171,39 +170,39 @@ class _Request(RowsRequest):
     ) -> tuple[np.ndarray, np.ndarray]:
         num_packs, num_chunks, size = own_PKW.shape
         hosts, places = self.route.num_hosts, self.route.num_places
-        # words for this rank, (N G, P K), then those that it relays, (G N, P K)
+        # words for this rank, (Y L, P K), then those that it relays, (L Y, P K)
         arriving = received_WX[:size].reshape(hosts, places, num_packs, num_chunks)
         passing = received_WX[size:].reshape(places, hosts, num_packs, num_chunks)
-        self._arriving_PKNG = arriving.transpose(2, 3, 0, 1)
-        self._passing_PKGN = passing.transpose(2, 3, 0, 1)
-        wanted_PKG = own_PKW.reshape(num_packs, num_chunks, places, hosts).sum(3)
-        return wanted_PKG, self._passing_PKGN.sum(3)
+        self._arriving_PKYL = arriving.transpose(2, 3, 0, 1)
+        self._passing_PKLY = passing.transpose(2, 3, 0, 1)
+        wanted_PKL = own_PKW.reshape(num_packs, num_chunks, places, hosts).sum(3)
+        return wanted_PKL, self._passing_PKLY.sum(3)
 
     def relayed_row_numbers(self) -> list[Payload]:
         # until now this rank served the ranks of its host
         self._asked_n, self._asked_P = self._served_n, self._served_P
-        passing_PKGN, arriving_PKNG = self._passing_PKGN, self._arriving_PKNG
-        num_rows_PN = self.route.relayed_rows_PN
-        self._relayed = _Distinct.find(self._asked_n, passing_PKGN, 3, num_rows_PN)
+        passing_PKLY, arriving_PKYL = self._passing_PKLY, self._arriving_PKYL
+        num_rows_PY = self.route.relayed_rows_PY
+        self._relayed = _Distinct.find(self._asked_n, passing_PKLY, 3, num_rows_PY)
         # from the order (pack, chunk, rank, host) to (pack, chunk, host, rank)
-        ends = passing_PKGN.cumsum().reshape(passing_PKGN.shape)
-        counts, starts = (a.swapaxes(2, 3).ravel() for a in (passing_PKGN, ends - passing_PKGN))
+        ends = passing_PKLY.cumsum().reshape(passing_PKLY.shape)
+        counts, starts = (a.swapaxes(2, 3).ravel() for a in (passing_PKLY, ends - passing_PKLY))
         shift = np.repeat(starts - (counts.cumsum() - counts), counts)
         order_n = torch.from_numpy(shift + np.arange(len(shift)))
         sent_n = self._asked_n.index_select(0, order_n)
-        self._arrived_n = sent_n.new_empty(int(arriving_PKNG.sum()))
+        self._arrived_n = sent_n.new_empty(int(arriving_PKYL.sum()))
         sent_P, arrived_P = (
-            [ExchangeSplits(counts_KN) for counts_KN in counts_PKN.tolist()]
-            for counts_PKN in (passing_PKGN.sum(2), arriving_PKNG.sum(3))
+            [ExchangeSplits(counts_KY) for counts_KY in counts_PKY.tolist()]
+            for counts_PKY in (passing_PKLY.sum(2), arriving_PKYL.sum(3))
         )
         received = by_pack(self._arrived_n, arrived_P)
         return by_chunk(by_pack(sent_n, sent_P), sent_P, received, arrived_P)
 
     def take_row_numbers(self) -> None:
-        rank, (num_packs, _, num_hosts, _) = self.route.ranks.rank, self._arriving_PKNG.shape
+        rank, (num_packs, _, num_hosts, _) = self.route.ranks.rank, self._arriving_PKYL.shape
         own_P = [rows_W[rank] for rows_W in self.route.space.home_rows_PW]
-        num_rows_PN = np.repeat(own_P, num_hosts).reshape(num_packs, num_hosts)
-        distinct = _Distinct.find(self._arrived_n, self._arriving_PKNG, 2, num_rows_PN)
+        num_rows_PY = np.repeat(own_P, num_hosts).reshape(num_packs, num_hosts)
+        distinct = _Distinct.find(self._arrived_n, self._arriving_PKYL, 2, num_rows_PY)
         self._served_P = distinct.splits_P
         self._served_n = distinct.rows_U.to(self._arrived_n.dtype)
 
@@ -256,7 +255,7 @@ class _Request(RowsRequest):
         return orders, relay_P
 
     def _incoming_rows(self, orders: FetchOrders) -> list[IncomingRequests]:
-        arrived_P = [ExchangeSplits(each.tolist()) for each in self._arriving_PKNG.sum(3)]
+        arrived_P = [ExchangeSplits(each.tolist()) for each in self._arriving_PKYL.sum(3)]
         pairs = zip(super()._incoming_rows(orders), by_pack(self._arrived_n, arrived_P))
         return [_IncomingByHost(**vars(rows), arrived_n=arrived_n) for rows, arrived_n in pairs]
 

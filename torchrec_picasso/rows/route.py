@@ -233,23 +233,23 @@ class Relay:
     """First entry of each wanted row in the tensor above, and n, int64."""
 
     def answer(
-        self, rows_UD: Tensor, exchange: int, into: Tensor, counts_G: Sequence[int]
+        self, rows_UD: Tensor, exchange: int, into: Tensor, counts_L: Sequence[int]
     ) -> Payload:
         """Returns the rows of an exchange for the ranks of the host, from the wanted rows in fetch
-        order; ``into`` and ``counts_G`` are what this rank receives of them itself."""
+        order; ``into`` and ``counts_L`` are what this rank receives of them itself."""
         own = self.wanted_of_asked_n[self.asked_by_fetch.slice_of(exchange)]
         rows = rows_UD.index_select(0, own)
-        return Payload(rows, self.asked_by_fetch.counts_EW[exchange], into, counts_G)
+        return Payload(rows, self.asked_by_fetch.counts_EW[exchange], into, counts_L)
 
-    def sums(self, grads_nD: Tensor, chunk: int, into: Tensor, counts_N: Sequence[int]) -> Payload:
+    def sums(self, grads_nD: Tensor, chunk: int, into: Tensor, counts_Y: Sequence[int]) -> Payload:
         """Returns the summed gradients of a chunk for home ranks, from those of the asked rows of
-        this and later chunks; ``into`` and ``counts_N`` are what this rank receives as home."""
+        this and later chunks; ``into`` and ``counts_Y`` are what this rank receives as home."""
         own = self.wanted.slice_of(chunk)
         edges = self.edges_U1[own.start : own.stop + 1]
         asked_n = self.asked_by_wanted_n[int(edges[0]) : int(edges[-1])]
         # in the order of chunks and ranks, whatever arrived first
         sums = gather_sum(grads_nD, asked_n, edges - edges[0], None)
-        return Payload(sums, self.wanted.counts_EW[chunk], into, counts_N)
+        return Payload(sums, self.wanted.counts_EW[chunk], into, counts_Y)
 
 
 @dataclass(frozen=True, kw_only=True)

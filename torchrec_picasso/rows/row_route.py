@@ -240,7 +240,7 @@ class RowsRequest(RouteRequest):
         return own_PKW, received_WX.T.reshape(own_PKW.shape)
 
     def _asked_of_homes(self) -> Sequence[ExchangeSplits]:
-        """What this rank asks home ranks for, in request order."""
+        """Returns the rows that this rank asks home ranks for, in request order."""
         return self._wanted_P
 
     @cached_property
