@@ -8,7 +8,7 @@ weights and sees the same batches, so two results can be compared number by numb
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
@@ -29,6 +29,7 @@ from torchrec.optim import optimizers
 import torchrec_picasso as picasso
 from tests.support.placing import distribute, place, wire_codecs
 from tests.support.tables import Table, bags_of
+from torchrec_picasso.placement import Form
 from torchrec_picasso.sharding.in_backward import HotColdPooledLookup, HotColdSequenceLookup
 from torchrec_picasso.storage import row_storage
 from torchrec_picasso.storage.row_storage import RowStorage
@@ -96,8 +97,8 @@ class Job:
     """Features of one id per sample."""
     wire: str | None = None
     seed: int = 0
-    form: Literal["rows", "node_rows"] = "rows"
-    """Form of the hot/cold tables whose rows travel."""
+    by_host: tuple[str, ...] = ()
+    """Tables whose rows travel by host, of those whose rows travel; ``"*"`` stands for all."""
     regrouped: bool = False
     """Whether the model takes its columns from a ``KTRegroupAsDict``, the last ones first."""
 
@@ -212,7 +213,10 @@ def shard(
         for table in tables
         if (
             params := params_of(
-                places[table.name], table.rows, job.waves.get(table.name, 0), job.form
+                places[table.name],
+                table.rows,
+                job.waves.get(table.name, 0),
+                not {"*", table.name}.isdisjoint(job.by_host),
             )
         )
         is not None
@@ -271,7 +275,7 @@ def way_of(where: str | int | None, owner: int) -> Any:
 
 
 def params_of(
-    where: str | int | None, rows: int, wave: int, form: Literal["rows", "node_rows"] = "rows"
+    where: str | int | None, rows: int, wave: int, by_host: bool = False
 ) -> picasso.HotColdParams | None:
     """Of a hot/cold table: hot is every third row, so that homes share hot rows."""
     if where == "bags":
@@ -279,6 +283,7 @@ def params_of(
     if not isinstance(where, int):
         return None
     by_thirds = sorted(range(rows), key=lambda row: (row % 3, row))
+    form: Form = "node_rows" if by_host else "rows"
     return picasso.HotColdParams(hot_rows=by_thirds[:where], wave=wave, form=form)
 
 

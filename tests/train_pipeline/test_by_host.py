@@ -20,7 +20,7 @@ from torchrec_picasso.app.launch.run_ranks import run_ranks
 ROWS = Job(
     placement={"*": 2, "one_row": 1},
     tables=ODD,
-    form="node_rows",
+    by_host=("*",),
     batch_sizes=(16, 9, 0, 5),
     num_steps=5,
 )
@@ -103,7 +103,7 @@ def by_host(case: Case) -> Case:
     placement = {name: 0 if place == "bags" else place for name, place in job.placement.items()}
     sizes = (*job.batch_sizes, 4)
     return dataclasses.replace(
-        job, placement=placement, batch_sizes=sizes, form="node_rows"
+        job, placement=placement, batch_sizes=sizes, by_host=("*",)
     ), settings
 
 
