@@ -26,7 +26,7 @@ from tests.train_pipeline.runs import pipeline_of
 from torchrec_picasso.exchange.agreement import Flags
 
 FEATURES = tuple(f"c{number + 1}" for number in range(26))
-DIM, NUM_STEPS = 16, 3
+DIM, NUM_STEPS = 16, 4
 BATCH_SIZE_OF = {(2, 2): 2048, (2, 4): 1024}
 """Samples of a rank, by number of hosts and of ranks on each."""
 MOST_OF = {(2, 2): 0.87, (2, 4): 0.75}
@@ -60,7 +60,7 @@ def _job(by_host: bool) -> Job:
 
 
 def _record(rank: int, world_size: int, hosts: tuple[int, int]) -> dict[bool, list[Message]]:
-    """Messages of the last step that trains with rows fetched ahead."""
+    """Messages of step 1, which trains batch 1, fetches rows of batch 2 and asks for those of 3."""
     pretend_hosts(rank, hosts[1])
     found = {}
     for by_host in (False, True):
@@ -113,11 +113,10 @@ def test_a_row_crosses_once_per_host(hosts: tuple[int, int]) -> None:
         sent[by_host] = {
             dtype: elements(crossing, dtype) for dtype in (torch.float32, torch.int32, torch.int64)
         }
-    # step 1 updates its rows and fetches those of step 2
-    expected = [_expected_rows(hosts, step) for step in (1, 2)]
-    for by_host in (False, True):
-        num_rows = sum(per_host if by_host else per_rank for per_rank, per_host in expected)
-        assert sent[by_host][torch.float32] == DIM * num_rows
+    per_rank, per_host = zip(*(_expected_rows(hosts, step) for step in (1, 2, 3)))
+    for by_host, num_rows in ((False, per_rank), (True, per_host)):
+        assert sent[by_host][torch.float32] == DIM * sum(num_rows[:2])
+        assert sent[by_host][torch.int32] == per_rank[2]  # row numbers cross as they came
     flat, mine = (
         sum(num * dtype.itemsize for dtype, num in sent[by_host].items())
         for by_host in (False, True)
