@@ -214,12 +214,12 @@ def connect_hosts(pg: dist.ProcessGroup, device: torch.device | None) -> None:
     names = "LOCAL_WORLD_SIZE", "LOCAL_RANK"
     own = [int(value) if (value := os.environ.get(name, "")).isdigit() else -1 for name in names]
     by_rank = Agreement(pg, device, own).wait()
-    if (reason := _why_no_hosts(by_rank)) is not None:
+    if (reason := why_no_hosts(by_rank)) is not None:
         raise CompatError(f"form='node_rows' was given, but {reason}: {_USE_ROWS}")
     _parts[pg] = _Parts(pg, by_rank[0][0])
 
 
-def _why_no_hosts(by_rank: Sequence[Sequence[int]]) -> str | None:
+def why_no_hosts(by_rank: Sequence[Sequence[int]]) -> str | None:
     """Returns the reason why ranks cannot exchange by host, from ranks of the host and number on
     it, by rank; ``None`` = they can."""
     sizes, size = sorted({num for num, _ in by_rank}), len(by_rank)
@@ -232,6 +232,7 @@ def _why_no_hosts(by_rank: Sequence[Sequence[int]]) -> str | None:
         return "each host has one rank"
     if num_places == size:
         return "all ranks are on one host"
-    if [place for _, place in by_rank] != [rank % num_places for rank in range(size)]:
+    places = [place for _, place in by_rank]
+    if size % num_places or places != [*range(num_places)] * (size // num_places):
         return f"ranks are not numbered host by host, {num_places} on each"
     return None

@@ -103,10 +103,11 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
                 f"form={params[direct[0]].form!r}; give all hot/cold tables of a module "
                 "form='node_rows', or none"
             )
-        if self._ranks.wire != (torch.float32, torch.float32):
+        if self._ranks.row_codec or self._ranks.gradient_codec:
             raise CompatError(
-                f"table {name!r} has form='node_rows', and its module a wire precision of "
-                f"{' and '.join(map(str, self._ranks.wire))}; use CommType.FP32, or form='rows'"
+                f"table {name!r} has form='node_rows', and its module a codec for rows or "
+                "gradients, which two parts of an exchange would apply twice; leave out the codec "
+                "of SEQUENCE_EMBEDDINGS_ALL_TO_ALL, or use form='rows'"
             )
         connect_hosts(self._pg, device)
 
