@@ -16,6 +16,7 @@ from benchmarks.fields.plans import (
     decide_hot_cold,
     plan_bags,
     plan_hot_cold,
+    plan_in_parts,
     plan_stock,
     plan_table_wise,
 )
@@ -178,6 +179,8 @@ class _Bench:
         size, tables = self._question.batch_size, self._workload.tables
         if variant.placement == "table_wise":
             return plan_table_wise(tables, model, self._pg)
+        if variant.placement in ("row_wise", "column_wise"):
+            return plan_in_parts(variant.placement, tables, model, self._pg)
         if variant.placement == "bags":
             return plan_bags(tables, model, self._pg)
         if variant.placement == "planner":

@@ -14,11 +14,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -55,6 +59,28 @@ def plan_table_wise(
 ) -> Planned:
     """Whole tables, the largest first, each to the rank that has the fewest bytes."""
     homes = deal_by_size([table.num_embeddings * table.dim for table in tables], pg.size())
+    return _planned("table_wise", tables, [{"rank": rank} for rank in homes], model, pg)
+
+
+def plan_in_parts(
+    kind: str, tables: Sequence[ModelTable], model: nn.Module, pg: dist.ProcessGroup
+) -> Planned:
+    """Every table in a part per rank, of its rows or of its columns."""
+    given = {"ranks": list(range(pg.size()))} if kind == "column_wise" else {}
+    return _planned(kind, tables, [given] * len(tables), model, pg)
+
+
+_KINDS = {"table_wise": table_wise, "row_wise": row_wise, "column_wise": column_wise}
+
+
+def _planned(
+    kind: str,
+    tables: Sequence[ModelTable],
+    given: Sequence[dict[str, Any]],
+    model: nn.Module,
+    pg: dist.ProcessGroup,
+) -> Planned:
+    """All tables of one stock kind; ``given`` are its arguments for each table."""
     sharders = _stock_sharders()
     plans = {}
     for path in dict.fromkeys(table.module for table in tables):
@@ -63,8 +89,8 @@ def plan_table_wise(
         plans[path] = construct_module_sharding_plan(
             module,
             {
-                table.name: table_wise(rank=rank, compute_kernel="fused")
-                for table, rank in zip(tables, homes)
+                table.name: _KINDS[kind](**arguments, compute_kernel="fused")
+                for table, arguments in zip(tables, given)
                 if table.module == path
             },
             sharder,
@@ -72,7 +98,7 @@ def plan_table_wise(
             world_size=pg.size(),
             device_type="cpu",
         )
-    placement = Placement(name="table_wise", plan=ShardingPlan(plans), sharders=sharders)
+    placement = Placement(name=kind, plan=ShardingPlan(plans), sharders=sharders)
     return Planned(placement=placement)
 
 
@@ -88,7 +114,7 @@ def plan_bags(tables: Sequence[ModelTable], model: nn.Module, pg: dist.ProcessGr
 
 
 def _stock_sharders() -> list[Any]:
-    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+    return [AnyTypeSharder(), EmbeddingCollectionSharder()]
 
 
 def _our_sharders() -> list[Any]:
@@ -109,7 +135,7 @@ def plan_stock(
     tables: Sequence[ModelTable], model: nn.Module, pg: dist.ProcessGroup, batch_size: int
 ) -> Planned:
     """TorchRec's planner. Collective."""
-    sharders: list[Any] = [AnyTypeSharder(), EmbeddingCollectionSharder()]
+    sharders = _stock_sharders()
     planner = EmbeddingShardingPlanner(
         topology=_topology(pg),
         batch_size=batch_size,

@@ -8,8 +8,12 @@ from torchrec_picasso.errors import ConfigError
 VARIANTS = {
     variant.name: variant
     for variant in (
-        Variant(name="table_wise", placement="table_wise"),
         Variant(name="planner", placement="planner"),
+        *(
+            Variant(name=f"{kind}{loop}", placement=kind, pipeline=pipeline)
+            for loop, pipeline in (("", "sparse_dist"), ("_loop", "loop"))
+            for kind in ("table_wise", "row_wise", "column_wise")
+        ),
         Variant(name="table_wise_ours", placement="table_wise", pipeline="interleaved"),
         Variant(name="ours", placement="hot_cold", pipeline="interleaved"),
         Variant(name="ours_plain", placement="hot_cold"),

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineFusedSparseDist
 
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.config import PLACEMENTS
@@ -35,7 +35,8 @@ class Variant:
     Args:
         name: Name on the command line.
         placement: One of :data:`.app.config.PLACEMENTS`; empty = the best stock one.
-        pipeline: ``"sparse_dist"``, ``"fused"`` or ``"interleaved"``.
+        pipeline: ``"sparse_dist"``, ``"fused"``, ``"interleaved"``, or ``"loop"``, TorchRec's
+            without any overlap.
         hot_rows: Hot rows of a hot/cold placement; ``None`` = the planner's own choice.
         num_micro_batches: Micro-batches of the interleaved pipeline; ``None`` = its own choice.
         lookahead: Lookahead of the interleaved pipeline; ``None`` = its own choice.
@@ -124,6 +125,7 @@ def pipeline_maker(variant: Variant) -> MakePipeline:
     makers: dict[str, MakePipeline] = {
         "sparse_dist": sparse_dist,
         "fused": TrainPipelineFusedSparseDist,
+        "loop": TrainPipelineBase,
         "interleaved": lambda model, optimizer, device: InterleavedTrainPipeline(
             model, optimizer, device, **pipeline_options(variant)
         ),

@@ -6,7 +6,8 @@
 
 Each model, in its published sizes, and that of `benchmarks.fields` with each number of fields, is
 trained by stock's two variants of `benchmarks.fields`, ``table_wise`` and ``planner``, under
-TrainPipelineSparseDist, and by ``ours``: this package's defaults. They take turns.
+TrainPipelineSparseDist, and by ``ours``: this package's defaults. They take turns. ``hstu_long``
+(histories of up to 256, 256 columns) has every stock kind, under TrainPipelineBase, too.
 Every model is a JSON file of its own in the folder; one that is there is not measured again, so a
 run that was stopped goes on. So are the curves of the links and of a core's work, which are
 measured first. The table shows all that are there, those that lose too, with the reason where it
@@ -35,12 +36,11 @@ from benchmarks.fields.question import ZOO, Question
 from benchmarks.fields.report import print_report
 from benchmarks.pipelines.report import write_report
 from benchmarks.scoreboard.board import print_board, read_line
-from benchmarks.scoreboard.entries import ENTRIES, FIELDS, train_config
+from benchmarks.scoreboard.entries import ENTRIES, FIELDS, STOCK, train_config
 from torchrec_picasso.app.launch.run_ranks import RankError
 from torchrec_picasso.errors import PicassoError
 
 _NAMES = [*ENTRIES, *FIELDS]
-_VARIANTS = ("table_wise", "planner", "ours")
 
 
 def question_of(name: str, args: argparse.Namespace) -> Question:
@@ -55,7 +55,7 @@ def question_of(name: str, args: argparse.Namespace) -> Question:
         block_steps=args.block_steps,
         seed=args.seed,
         dense=True,
-        variants=_VARIANTS,
+        variants=(*STOCK, "ours"),
     )
     if name in FIELDS:
         num_fields, batch_size = FIELDS[name]
@@ -67,6 +67,7 @@ def question_of(name: str, args: argparse.Namespace) -> Question:
         zoo=config,
         batch_size=config.data.batch_size,
         max_rows=config.data.max_rows,
+        variants=(*ENTRIES[name].stock, "ours"),
     )
 
 

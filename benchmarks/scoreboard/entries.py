@@ -20,6 +20,13 @@ _COUNTED_STEPS = 8
 """Global batches that lookups are counted in."""
 
 
+STOCK = ("table_wise", "planner")
+_EVERY_STOCK = (
+    *("table_wise", "row_wise", "column_wise", "planner"),
+    *("table_wise_loop", "row_wise_loop", "column_wise_loop"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """A line of the scoreboard.
@@ -31,6 +38,7 @@ class Entry:
         max_history: Longest history.
         num_tasks: Labels.
         num_fields: Generated fields of any skew and number of ids; ``None`` = Criteo's columns.
+        stock: Variants of stock TorchRec.
     """
 
     model: ModelConfig
@@ -39,6 +47,7 @@ class Entry:
     max_history: int = 50
     num_tasks: int = 1
     num_fields: int | None = None
+    stock: tuple[str, ...] = STOCK
 
     @property
     def data_kind(self) -> str:
@@ -81,6 +90,13 @@ ENTRIES = {
         model=ModelConfig(kind="tbsm", embedding_dim=16), batch_size=1024, max_history=20
     ),
     "hstu": Entry(model=ModelConfig(kind="hstu", embedding_dim=64), batch_size=128, num_tasks=2),
+    "hstu_long": Entry(
+        model=ModelConfig(kind="hstu", embedding_dim=256),
+        batch_size=32,
+        max_history=256,
+        num_tasks=2,
+        stock=_EVERY_STOCK,
+    ),
 }
 """By name, in the order in which they were published or nearly so."""
 

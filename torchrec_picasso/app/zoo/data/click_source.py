@@ -30,7 +30,9 @@ from torchrec_picasso.app.zoo.data.shares import HELDOUT, TRAIN, Shares
 from torchrec_picasso.app.zoo.data.stream import Stream
 from torchrec_picasso.errors import InputError
 
-_GENERATED_CLICKS = 40_000
+_GENERATED_CLICKS, _GENERATED_ITEMS = 40_000, 5_000
+"""In a log of histories of up to 50 clicks; longer ones need as many times more."""
+_GENERATED_HISTORY = 50
 _HELDOUT_SHARE = 0.1
 _HELDOUT_STREAM = 7  # random stream
 _CANDIDATES = 4
@@ -41,16 +43,24 @@ class _GeneratedFile:
 
     num_windows = 1
 
-    def __init__(self, seed: int, num_candidates: int | None) -> None:
+    def __init__(self, seed: int, num_candidates: int | None, max_history: int) -> None:
         self._seed, self._num_candidates = seed, num_candidates
+        self._most = max(max_history, _GENERATED_HISTORY)
+        self._times = self._most / _GENERATED_HISTORY
 
     def num_samples(self, number: int) -> int:
-        return _GENERATED_CLICKS
+        return int(_GENERATED_CLICKS * self._times)
 
     def window(self, number: int) -> Clicks:
         is_stream = self._num_candidates is not None
         return samples_of_log(
-            generate_log(_GENERATED_CLICKS, seed=self._seed, in_visits=is_stream),
+            generate_log(
+                self.num_samples(number),
+                num_items=int(_GENERATED_ITEMS * self._times),
+                seed=self._seed,
+                in_visits=is_stream,
+            ),
+            most=self._most,
             user="user",
             targets=("item", "category"),
             profiles=("user", "device"),
@@ -91,7 +101,9 @@ class ClickSource:
         self.num_tasks, self.num_dense = data.num_tasks, 1  # a zero
         if self.num_candidates is not None:
             self.num_dense = data.max_history
-        self._file: ClickFile | _GeneratedFile = _GeneratedFile(seed, self.num_candidates)
+        self._file: ClickFile | _GeneratedFile = _GeneratedFile(
+            seed, self.num_candidates, data.max_history
+        )
         if data.path is not None:
             self._file = ClickFile(data.path, most_samples, self.num_candidates)
         self._is_windowed = self._file.num_windows > 1
