@@ -17,7 +17,7 @@ from tests.sharding.sequence_jobs import SequenceJob, build_sequences, train_seq
 from tests.support.hosts import pretend_hosts
 from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
-from tests.train_pipeline import runs, test_peers, test_preparation, test_refresh
+from tests.train_pipeline import runs, test_collectives, test_peers, test_preparation, test_refresh
 from torchrec_picasso import InputError, PeerError
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
@@ -222,6 +222,27 @@ def test_a_bad_id_is_named_on_all_ranks_and_training_goes_on() -> None:
         start = own if rank == 1 else "rank 1 holds 2 ids outside their tables"
         assert [text.startswith(start) for text in told] == [True] * len(SETTINGS), told
     runs.compare_runs([found for _, found in by_rank], "mine", "plain")
+
+
+def _count(rank: int, world_size: int) -> dict[Any, list[float]]:
+    """All-to-alls of some steps, by number of tables and driver."""
+    pretend_hosts(rank, NUM_PLACES)
+    found = {}
+    for num_tables in (2, 26):
+        job = dataclasses.replace(
+            test_collectives._job(num_tables), by_host=BY_HOST, batch_sizes=(12,)
+        )
+        for driver in test_collectives.PER_STEP:
+            kinds = test_collectives._kinds(build(job, rank, world_size), job, rank, driver)
+            found[num_tables, driver] = [step["all_to_all"] for step in kinds]
+    return found
+
+
+def test_each_exchange_but_the_agreement_has_two_parts() -> None:
+    for of_rank in run_ranks(_count, WORLD_SIZE, timeout_s=200):
+        for (_, driver), counts in of_rank.items():
+            flat = test_collectives.PER_STEP[driver]["all_to_all"]
+            assert counts == [1 + 2 * (flat - 1)] * len(counts), driver
 
 
 def _fail(rank: int, world_size: int, *args: Any) -> tuple[str, str, float]:
