@@ -2,8 +2,8 @@
 
 Row numbers go to the relay, the rank of the own host with the home rank's place, and from there to
 the home rank (``exchange/by_host.py``). They cross hosts as they came, with repeats: both ends find
-the distinct rows by the same function, so no count of these has to travel, and the home rank knows
-how many ranks ask for a row. A distinct row is in the first chunk of any rank of the host: it has
+the unique rows by the same function, so no count of these has to travel, and the home rank knows
+how many ranks ask for a row. A unique row is in the first chunk of any rank of the host: it has
 arrived when the first of them needs it, and its gradient is complete after that chunk's, because
 chunks come back in descending order.
 
@@ -46,7 +46,7 @@ from torchrec_picasso.rows.row_route import (
 
 
 class NodeRoute(RowRoute):
-    """Tables whose distinct rows travel by host. Arguments as for :class:`Route`."""
+    """Tables whose unique rows travel by host. Arguments as for :class:`Route`."""
 
     name = "node_rows"
 
@@ -79,25 +79,26 @@ class NodeRoute(RowRoute):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Distinct:
-    """The distinct rows among those that ranks of several hosts, or homes on several, ask for."""
+class _MergedRows:
+    """The unique rows among those that ranks of a host ask for, of the home ranks of one place, or
+    those that ranks of all hosts ask one home rank for."""
 
     splits_P: list[ExchangeSplits]
     """Distinct rows in request order, by chunk and host."""
     rows_U: Tensor
-    """Home row of each distinct row in request order, int64."""
+    """Home row of each unique row in request order, int64."""
     position_n: Tensor
-    """Position in request order of the distinct row of each asked row, over all packs, int64."""
+    """Position in request order of the unique row of each asked row, over all packs, int64."""
     asked_by_row_n: Tensor
-    """Asked rows grouped by distinct row in request order, int64."""
+    """Asked rows grouped by unique row in request order, int64."""
     counts_U: Tensor
-    """Number of asked rows of each distinct row in request order, int64."""
+    """Number of asked rows of each unique row in request order, int64."""
 
     @staticmethod
     def find(
         rows_n: Tensor, counts_PKYL: np.ndarray, host_axis: int, num_rows_PY: np.ndarray
-    ) -> _Distinct:
-        """Finds the distinct rows; both ends of an exchange across hosts find the same.
+    ) -> _MergedRows:
+        """Finds the unique rows; both ends of an exchange across hosts find the same.
 
         Args:
             rows_n: Home row of each asked row, integer, by pack and chunk.
@@ -111,26 +112,26 @@ class _Distinct:
         # one range of integers for the rows of all packs and hosts
         ends = num_rows_PY.cumsum()
         starts = torch.from_numpy(ends - num_rows_PY.reshape(-1))
-        pack_n, chunk_n, *rest_n = (
-            torch.from_numpy(np.repeat(axis.reshape(-1), counts_PKYL.reshape(-1)))
-            for axis in np.indices(counts_PKYL.shape)
+        pack, chunk, *hosts_and_ranks = np.indices(counts_PKYL.shape)
+        source = pack * num_hosts + hosts_and_ranks[host_axis - 2]
+        source_n, chunk_n = (
+            torch.from_numpy(np.repeat(numbers, counts_PKYL.reshape(-1)))
+            for numbers in (source, chunk)
         )
-        host_n = rest_n[host_axis - 2]
-        keys_n = starts[pack_n * num_hosts + host_n] + rows_n
-        rows = unique_rows(keys_n)
+        rows = unique_rows(starts.index_select(0, source_n).add_(rows_n))
         chunk_U = first_use_chunks(rows, chunk_n, num_chunks)
         source_U = torch.searchsorted(torch.from_numpy(ends), rows.ids_U, right=True)
         pack_U = source_U.div(num_hosts, rounding_mode="floor")
         segment_U = (pack_U * num_chunks + chunk_U) * num_hosts + source_U % num_hosts
         order_U, counts = sort_by_segment(segment_U, num_packs * num_chunks * num_hosts)
         splits = counts.view(num_packs, num_chunks, num_hosts).tolist()
-        return _Distinct.ordered(rows, order_U, rows.ids_U - starts[source_U], splits)
+        return _MergedRows.ordered(rows, order_U, rows.ids_U - starts[source_U], splits)
 
     @staticmethod
     def ordered(
         rows: UniqueRows, order_U: Tensor, rows_U: Tensor, splits: list[list[list[int]]]
-    ) -> _Distinct:
-        """Puts distinct rows, ascending, in request order."""
+    ) -> _MergedRows:
+        """Puts unique rows, ascending, in request order."""
         counts_U, asked_by_row_n, _ = torch.ops.fbgemm.permute_1D_sparse_data(
             order_U.to(torch.int32),
             rows.counts_U,
@@ -138,7 +139,7 @@ class _Distinct:
             None,
             rows.lookups_by_row_N.numel(),
         )
-        return _Distinct(
+        return _MergedRows(
             splits_P=list(map(ExchangeSplits, splits)),
             rows_U=rows_U.index_select(0, order_U),
             position_n=positions_of(order_U).index_select(0, rows.row_of_lookup_N),
@@ -159,7 +160,7 @@ class _Request(RowsRequest):
     _asked_n: Tensor = field(init=False)
     """Row numbers that pass, in the order of their counts."""
     _asked_P: Sequence[ExchangeSplits] = field(init=False)
-    _relayed: _Distinct = field(init=False)
+    _relayed: _MergedRows = field(init=False)
     _arrived_n: Tensor = field(init=False)
     """Row numbers that arrived at this home rank, in the order of their counts."""
     _relayed_dirty_n: Tensor | None = None
@@ -183,7 +184,7 @@ class _Request(RowsRequest):
         self._asked_n, self._asked_P = self._served_n, self._served_P
         passing_PKLY, arriving_PKYL = self._passing_PKLY, self._arriving_PKYL
         num_rows_PY = self.route.relayed_rows_PY
-        self._relayed = _Distinct.find(self._asked_n, passing_PKLY, 3, num_rows_PY)
+        self._relayed = _MergedRows.find(self._asked_n, passing_PKLY, 3, num_rows_PY)
         # from the order (pack, chunk, rank, host) to (pack, chunk, host, rank)
         ends = passing_PKLY.cumsum().reshape(passing_PKLY.shape)
         counts, starts = (a.swapaxes(2, 3).ravel() for a in (passing_PKLY, ends - passing_PKLY))
@@ -202,9 +203,9 @@ class _Request(RowsRequest):
         rank, (num_packs, _, num_hosts, _) = self.route.ranks.rank, self._arriving_PKYL.shape
         own_P = [rows_W[rank] for rows_W in self.route.space.home_rows_PW]
         num_rows_PY = np.repeat(own_P, num_hosts).reshape(num_packs, num_hosts)
-        distinct = _Distinct.find(self._arrived_n, self._arriving_PKYL, 2, num_rows_PY)
-        self._served_P = distinct.splits_P
-        self._served_n = distinct.rows_U.to(self._arrived_n.dtype)
+        merged = _MergedRows.find(self._arrived_n, self._arriving_PKYL, 2, num_rows_PY)
+        self._served_P = merged.splits_P
+        self._served_n = merged.rows_U.to(self._arrived_n.dtype)
 
     def _asked_of_homes(self) -> Sequence[ExchangeSplits]:
         return self._relayed.splits_P
@@ -236,8 +237,10 @@ class _Request(RowsRequest):
             for counts_U in by_pack(relayed.counts_U, relayed.splits_P)
         ]
         # positions count from the first row of each pack
-        first_asked = accumulate((rows.num_rows for rows in self._asked_P), initial=0)
-        first_row = accumulate((rows.num_rows for rows in relayed.splits_P), initial=0)
+        firsts = (
+            accumulate((rows.num_rows for rows in rows_P), initial=0)
+            for rows_P in (relayed.splits_P, self._asked_P)
+        )
         relay_P = [
             Relay(
                 asked=self._asked_P[p],
@@ -248,8 +251,7 @@ class _Request(RowsRequest):
                 asked_by_wanted_n=asked_P[p] - asked,
                 edges_U1=edges_P[p],
             )
-            for p, (row, asked) in enumerate(zip(first_row, first_asked))
-            if p < len(self._asked_P)
+            for p, row, asked in zip(range(len(self._asked_P)), *firsts)
         ]
         orders = replace(inside, served_P=across.served_P, served_order_n=across.served_order_n)
         return orders, relay_P
