@@ -12,7 +12,7 @@ needs the network, when the exchange or a later one is waited for. Second parts 
 of their first parts. Each direction has groups of its own inside and across, so the order of
 messages in a group is equal on all ranks, also where ranks wait in another order.
 
-Shape letters: L places, Y hosts, W = Y L ranks, X words.
+Shape letters: L places, W ranks, X words, Y hosts.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ chunks come back in descending order.
 
 Header words of a pair of ranks are those of rows; a relay reads the words that it passes on.
 
-Shape letters: K chunks, L places, P packs, U unique rows, W = Y L ranks, Y hosts; n rows asked for.
+Shape letters: K chunks, L places, P packs, U unique rows, W ranks, Y hosts; n rows asked for.
 """
 
 from __future__ import annotations
