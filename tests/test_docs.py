@@ -72,7 +72,7 @@ def test_the_table_of_packages_is_that_of_the_layers() -> None:
 
 
 def test_the_architecture_begins_with_the_engine() -> None:
-    """Fifteen files to read first, then the worked example."""
+    """Sixteen files to read first, then the worked example."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     first, second, third = re.split(r"^## ", text, flags=re.MULTILINE)[1:4]
     assert len(re.findall(r"^\d+\. `[\w/]+\.py`: ", first, re.MULTILINE)) == 16

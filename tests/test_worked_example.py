@@ -121,7 +121,7 @@ def worked_example() -> Lines:
 def _packed(batch: RowRequest) -> list[int]:
     """Linear ids in request order."""
     request = _of_rows(batch)
-    ids: list[int] = request.read.rows.ids_U[request.located.order_U].tolist()
+    ids: list[int] = request.ids.rows.ids_U[request.located.order_U].tolist()
     return ids
 
 
@@ -133,13 +133,13 @@ def _of_rows(batch: RowRequest) -> Any:
 def _of_ids(world: World, batches: Sequence[RowRequest]) -> Lines:
     features = [batch.features for batch in batches]
     requests = [_of_rows(batch) for batch in batches]
-    chunks = [first_use_chunks(r.read.rows, r.micro_batch_N, NUM_PARTS) for r in requests]
+    chunks = [first_use_chunks(r.ids.rows, r.micro_batch_N, NUM_PARTS) for r in requests]
     (route,) = world.groups[0].routes
     hot = route.hot
     chunk_words = [
         [
             "hot" if is_hot else str(int(chunk))
-            for is_hot, chunk in zip(hot.find(r.read.rows.ids_U.long())[1], c)
+            for is_hot, chunk in zip(hot.find(r.ids.rows.ids_U.long())[1], c)
         ]
         for r, c in zip(requests, chunks)
     ]
@@ -162,13 +162,13 @@ def _of_ids(world: World, batches: Sequence[RowRequest]) -> Lines:
         "in bag order, by micro-batch": _each(
             requests,
             lambda r: _join(
-                *r.read.rows.ids_U[r.read.rows.row_of_lookup_N].split(
+                *r.ids.rows.ids_U[r.ids.rows.row_of_lookup_N].split(
                     torch.bincount(r.micro_batch_N).tolist()
                 )
             ),
         ),
-        "unique rows": _each(requests, lambda r: _join(r.read.rows.ids_U)),
-        "row of each lookup": _each(requests, lambda r: _join(r.read.rows.row_of_lookup_N)),
+        "unique rows": _each(requests, lambda r: _join(r.ids.rows.ids_U)),
+        "row of each lookup": _each(requests, lambda r: _join(r.ids.rows.row_of_lookup_N)),
         "chunk of each unique row": _each(chunk_words, " ".join),
         "request order (hot / chunk 0 / chunk 1)": tuple(map(request_order, ranks)),
         "header to rank 0": _each(sent, lambda words: _join(words[0])),

@@ -167,8 +167,8 @@ def test_a_file_of_other_columns_is_refused(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--variants", "ours"), "no stock one to compare with"),
-        (("--variants", "table_wise,best"), "'best'; the names are table_wise, planner"),
-        (("--variants", "table_wise,bags:2:3"), "'bags:2:3'; the names are table_wise, planner"),
+        (("--variants", "table_wise,best"), "'best'; the names are planner, table_wise"),
+        (("--variants", "table_wise,bags:2:3"), "'bags:2:3'; the names are planner, table_wise"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(

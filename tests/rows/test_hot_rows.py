@@ -94,5 +94,5 @@ def test_a_policy_out_of_range_is_refused_with_every_problem() -> None:
         Refresh(every_steps=0, deviations=-1)
     with pytest.raises(ConfigError, match="most_moved: expected more than 0, got 0"):
         Refresh(most_moved=0)
-    assert Refresh(every_steps=10, half_life_steps=1).fading == 0.5
-    assert Refresh(every_steps=10).fading == 0.5**0.1
+    assert Refresh(every_steps=10, half_life_steps=1).decay == 0.5
+    assert Refresh(every_steps=10).decay == 0.5**0.1

@@ -7,7 +7,7 @@ launches come from.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +27,7 @@ from tests.support.pretended_device import (
     on_host,
 )
 from torchrec_picasso.ops import id_reader, segment_reduction
-from torchrec_picasso.ops.bags import bag_order
-from torchrec_picasso.rows import refresher, row_route
+from torchrec_picasso.rows import refresher
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows
 from torchrec_picasso.rows.refresh_policy import Refresh
@@ -66,9 +65,6 @@ def put_on_device(world: World) -> None:
     """Rank 0 has the device; the others show what comes out without one."""
     (group, *_) = world.groups
     on_device(group)
-    for route in group.routes:
-        if isinstance(route, row_route.RowRoute):
-            route._bag_order = lru_cache(partial(bag_order, route.plan, device=DEVICE))
     for storage in group.storages:
         storage.tables._row_update = None  # the CPU's own
 

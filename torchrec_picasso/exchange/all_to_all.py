@@ -4,13 +4,11 @@ All communication of rows passes through :class:`Ranks`, so the process group an
 rows and gradients on the wire are chosen in one place. Rows and gradients use TorchRec's codecs of
 ``SEQUENCE_EMBEDDINGS_ALL_TO_ALL``; ids and sums are never encoded.
 
-The all-to-all uses the link in both directions at once. gloo's own posts its sends before its
-receives. A late rank therefore writes its data ahead of the notice that it is ready to receive, on
-the same connection, and its peer's data waits until all of that is through: the link carries one
-direction at a time. Messages between pairs of ranks, with receives posted first, avoid the problem,
-which other backends do not have. Small exchanges take gloo's all-to-all, which a thread of the
-process group posts: it costs less CPU time up to 64 KiB a pair. Figures are in
-docs/decisions/gloo_messages.md.
+gloo's own all-to-all posts its sends before its receives. A late rank therefore writes its data
+ahead of the notice that it is ready to receive, on the same connection: the link carries one
+direction at a time. Messages between pairs of ranks, with receives posted first, use both. Small
+exchanges take gloo's all-to-all, which a thread of the process group posts: it costs less CPU time
+up to 64 KiB a pair (docs/decisions/gloo_messages.md).
 
 Messages between two ranks of one group share a connection and arrive in start order: a small one
 waits for every byte started before. All-to-alls and flags therefore have gloo groups of their own.
@@ -110,8 +108,8 @@ class Ranks:
         """Starts sending ``send_W[w]`` elements to rank ``w``. Collective.
 
         Both vectors are contiguous and grouped by rank. The output is complete after the handle's
-        ``wait``; until then the input must stay alive and unchanged. ``most_sent`` is a bound of
-        the elements that a rank sends, equal on all ranks: by it they choose the same way. Costs
+        ``wait``; until then the input must stay alive and unchanged. ``most_sent`` is about the
+        most elements that a rank sends, equal on all ranks: by it they choose the same way. Costs
         one collective, or ``W - 1`` messages each way if that may be much and the backend is gloo.
         """
         if self.size == 1:
@@ -213,11 +211,7 @@ class _Exchange:
 
 
 def _start_messages(
-    traffic: _Traffic,
-    output_m: Tensor,
-    input_n: Tensor,
-    receive_W: list[int],
-    send_W: list[int],
+    traffic: _Traffic, output_m: Tensor, input_n: Tensor, receive_W: list[int], send_W: list[int]
 ) -> list[Pending]:
     """Starts a message to and one from every other rank; empty blocks send no message."""
     group, tag = traffic.group, next(traffic.tags)

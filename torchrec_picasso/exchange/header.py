@@ -42,15 +42,12 @@ ReceivedWords = tuple[list[np.ndarray], list[np.ndarray]]
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The information of all ranks about one batch, on the host."""
+    """The information of all ranks about one batch, on the host, as in :class:`HeaderExchange`."""
 
     routes: Sequence[ReceivedWords]
     outside_ids_W: list[int]
-    """Number of lookups outside their table, by rank."""
     bad_weights_W: list[int]
-    """Number of per-sample weights that are not finite, by rank."""
     bad_lengths_W: list[bool]
-    """Whether lengths do not sum to the number of values, by rank."""
     any_data: bool
     """Whether any rank's batch contains data, rather than a placeholder after the data's end."""
     any_looks_up_nothing: bool

@@ -156,7 +156,7 @@ def _join_by_rank(matrices_P: Sequence[Tensor], counts_PW: _Counts) -> Tensor:
     """Joins matrices grouped by rank into one vector grouped by rank, then pack."""
     if len(matrices_P) == 1:
         return matrices_P[0].reshape(-1)
-    if len({matrix.shape[1:] for matrix in matrices_P}) == 1:  # one view instead of one a segment
+    if len({matrix.shape[1:] for matrix in matrices_P}) == 1:  # rows of one dim: flat afterwards
         return torch.cat(_segments(matrices_P, counts_PW)).view(-1)
     return torch.cat([segment.reshape(-1) for segment in _segments(matrices_P, counts_PW)])
 

@@ -33,7 +33,7 @@ class Peers:
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self._rank, self._size = pg.rank(), pg.size()
-        self._has_told = False
+        self._has_entry = False
         self._store: dist.Store | None = None
         with suppress(RuntimeError):
             self._store = pg.get_group_store()
@@ -45,9 +45,9 @@ class Peers:
         ``doing`` describes this rank's current operation. Raises PeerError if another rank failed,
         with its message, or does not answer.
         """
-        if self._has_told and self._store is not None:  # it continued: its entry is outdated
+        if self._has_entry and self._store is not None:  # it continued: its entry is outdated
             self._store.delete_key(f"{_PREFIX}{self._rank}")
-        self._has_told = False
+        self._has_entry = False
         try:
             yield
         except (PeerError, StopIteration):
@@ -57,16 +57,16 @@ class Peers:
             # it.
             if _is_transport_error(error):
                 raise PeerError(self._why(doing(), error)) from error
-            self._tell(f"{doing()}: {type(error).__name__}: {error}", has_failed=True)
+            self._write_entry(f"{doing()}: {type(error).__name__}: {error}", has_failed=True)
             raise
 
     def _why(self, doing: str, error: Exception) -> str:
         """Describes what is known of the peers after an exchange broke."""
-        self._tell(doing, has_failed=False)
+        self._write_entry(doing, has_failed=False)
         until_s = time.monotonic() + _GRACE_S
         while True:
             # Poll until all peers have an entry, one of them failed, or the grace period is over.
-            entries = self._told()
+            entries = self._read_entries()
             for rank, (text, has_failed) in entries.items():
                 if has_failed:
                     return f"rank {rank} failed in {text}"
@@ -82,9 +82,9 @@ class Peers:
             found.append("a link between them is down, or they are not in the same step")
         return "; ".join(found)
 
-    def _tell(self, text: str, has_failed: bool) -> None:
+    def _write_entry(self, text: str, has_failed: bool) -> None:
         """Writes this rank's entry into the store, unless it already has one."""
-        self._has_told = True
+        self._has_entry = True
         key = f"{_PREFIX}{self._rank}"
         try:
             if self._store is not None and not self._store.check([key]):
@@ -92,7 +92,7 @@ class Peers:
         except (dist.DistError, RuntimeError):
             self._store = None  # the store ended with the rank that hosted it
 
-    def _told(self) -> dict[int, tuple[str, bool]]:
+    def _read_entries(self) -> dict[int, tuple[str, bool]]:
         """Reads the entries of the other ranks: text, and whether the rank failed."""
         found: dict[int, tuple[str, bool]] = {}
         try:

@@ -47,10 +47,7 @@ class CountSpectrum:
 
     @staticmethod
     def from_counts(
-        counts_U: Tensor,
-        num_embeddings: int,
-        num_uncounted: int = 0,
-        effective_share: float = 1.0,
+        counts_U: Tensor, num_embeddings: int, num_uncounted: int = 0, effective_share: float = 1.0
     ) -> CountSpectrum:
         """Builds the spectrum of rows with the counts ``counts_U``, int64, shape ``(U,)``.
 

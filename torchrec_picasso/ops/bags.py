@@ -212,21 +212,12 @@ def cut_pooling(
     num_rows_M: Sequence[int],
     most_lookups: int = 0,
 ) -> list[list[PoolingIndex]]:
-    """Splits the pooling of a batch into the pooling of its micro-batches.
+    """Splits the pooling of a batch by micro-batch and matrix.
 
-    Returns it by micro-batch and matrix. O(N) for one micro-batch; for several one stable sort of N
-    small integers, and a host sync on CUDA for G.
-
-    Args:
-        bags: Lookups of the whole batch in bag order.
-        rows: Unique rows of the batch, by matrix.
-        located: The unique rows in request order.
-        fetch_position_U: Position of each unique row among the fetched rows, int64.
-        cut: The micro-batches.
-        micro_batch_N: Result of :func:`micro_batch_of_lookup`; ``None`` for one micro-batch.
-        lookups_MK: Number of lookups, on the host.
-        num_rows_M: Number of rows.
-        most_lookups: Of a row; 0 on the CPU.
+    ``fetch_position_U`` is the position of each unique row among the fetched rows, int64;
+    ``micro_batch_N`` that of each lookup, ``None`` = there is one; ``most_lookups`` are those of a
+    row, 0 on the CPU. O(N) for one micro-batch; for several one stable sort of N small integers,
+    and a host sync on CUDA for G.
     """
     lookups_KM = [list(counts) for counts in zip(*lookups_MK)]
     # groups_KM: number of distinct rows.
@@ -261,7 +252,7 @@ class _Grouped:
 
 @dataclass(frozen=True, kw_only=True)
 class _WholePooling:
-    """The pooling of a whole batch."""
+    """The pooling of a whole batch, and where each micro-batch and matrix begins in its tensors."""
 
     bags: Bags
     cut: BatchCut
@@ -299,7 +290,7 @@ class _WholePooling:
         starts = {
             "row_of_lookup_N": first_row,
             "bag_offsets_S1": lookups.start,
-            "bags_by_row_N": 0 if is_sequence else bags.start,
+            "bags_by_row_N": bags.start,
             "lookups_by_row_N": lookups.start,
             "row_offsets_U1": by_row.start,
             "gradient_position_U": first_row,
@@ -308,8 +299,7 @@ class _WholePooling:
         return starts, PoolingIndex(
             row_of_lookup_N=self.fetch_position_N[lookups],
             bag_offsets_S1=None if is_sequence else offsets_S1,
-            # In a sequence matrix every lookup is its own bag.
-            bags_by_row_N=(grouped.lookups_N if is_sequence else self.bag_by_row)[by_row],
+            bags_by_row_N=None if is_sequence else self.bag_by_row[by_row],
             lookups_by_row_N=grouped.lookups_N[by_row],
             row_offsets_U1=grouped.offsets_G1[groups.start : groups.stop + 1],
             mean_S=self.cut.mean_MK[matrix][k],
@@ -360,23 +350,20 @@ def _edges(counts: Counts) -> list[int]:
     return [0, *accumulate(count for row in counts for count in row)]
 
 
-def _shifted(indexes: Sequence[tuple[dict[str, int], PoolingIndex]]) -> list[PoolingIndex]:
+def _shifted(parts: Sequence[tuple[dict[str, int], PoolingIndex]]) -> list[PoolingIndex]:
     """Subtracts a start from each of the named tensors, all in one operator."""
-    changes: list[dict[str, Any]] = [{} for _ in indexes]
+    changes: list[dict[str, Any]] = [{} for _ in parts]
     wanted = [
-        (own, name, getattr(index, name), start)
-        for (starts, index), own in zip(indexes, changes)
+        (changed, name, getattr(index, name), start)
+        for (starts, index), changed in zip(parts, changes)
         for name, start in starts.items()
         if start and getattr(index, name) is not None
     ]
     if wanted:
         owners, names, tensors, starts = zip(*wanted)
-        for own, name, shifted in zip(owners, names, torch._foreach_sub(tensors, starts)):
-            own[name] = shifted
-    for (_, index), own in zip(indexes, changes):
-        if not index.has_pooling:  # every lookup is a bag
-            own["bags_by_row_N"] = own.get("lookups_by_row_N", index.lookups_by_row_N)
-    return [replace(index, **own) for (_, index), own in zip(indexes, changes)]
+        for changed, name, tensor in zip(owners, names, torch._foreach_sub(tensors, starts)):
+            changed[name] = tensor
+    return [replace(index, **changed) for (_, index), changed in zip(parts, changes)]
 
 
 def _flags(mean_F: Tensor, size: int | None, bags_F: Sequence[int]) -> Tensor:

@@ -153,13 +153,8 @@ def unique_rows(ids_N: Tensor) -> UniqueRows:
     return UniqueRows(ids_U, row_of_lookup_N, lookups_by_row_N, edges_U1.diff())
 
 
-CLEAN = 0
-"""Index of the exchange of all clean rows in fetch order."""
-
-
-def dirty_exchange(chunk: int) -> int:
-    """Returns the index in fetch order of the exchange of a chunk's dirty rows."""
-    return 1 + chunk
+CLEAN, FIRST_DIRTY = 0, 1
+"""Index in fetch order of the exchange of all clean rows, and of that of chunk 0's dirty rows."""
 
 
 @dataclass(frozen=True)
@@ -187,11 +182,7 @@ def first_use_chunks(rows: UniqueRows, micro_batch_N: Tensor, num_micro_batches:
 
 
 def locate_rows(
-    ids_U: Tensor,
-    space: IdSpace,
-    hot: HotSlots,
-    chunk_U: Tensor | None = None,
-    num_chunks: int = 1,
+    ids_U: Tensor, space: IdSpace, hot: HotSlots, chunk_U: Tensor | None = None, num_chunks: int = 1
 ) -> LocatedRows:
     """Puts distinct rows, ascending, in request order; without ``chunk_U`` all are in chunk 0. O(U
     log(T W) + U log H) time, no host sync."""
@@ -267,21 +258,25 @@ def find_fetch_orders(
         return [all_dirty(counts_KW) for counts_KW in counts], None
     # From segments of request order (list, chunk, rank) to those of fetch order (list, exchange,
     # rank): a dirty row of chunk k belongs to exchange 1 + k, a clean row of any chunk to 0.
-    asked = np.array(counts)
-    num_lists, num_chunks, world_size = asked.shape
+    requested = np.array(counts)
+    num_lists, num_chunks, world_size = requested.shape
+    num_segments = requested.size
     fetched = np.arange(num_lists * (1 + num_chunks) * world_size)
     fetched = fetched.reshape(num_lists, -1, world_size)
-    clean = np.broadcast_to(fetched[:, :1], asked.shape)
-    # One copy to the device: the end of each segment of request order, then these two tables.
-    numbers = np.concatenate([asked.cumsum(), clean.ravel(), fetched[:, 1:].ravel()])
+    clean = np.broadcast_to(fetched[:, :1], requested.shape)
+    # One copy to the device: the end of each segment of request order, then by segment that of its
+    # clean rows in fetch order, then that of its dirty rows.
+    numbers = np.concatenate([requested.cumsum(), clean.ravel(), fetched[:, 1:].ravel()])
     on_device = torch.from_numpy(numbers).to(dirty_n.device, non_blocking=True)
     if dirty_n.device.type == "cpu":
-        asked_n = torch.from_numpy(np.repeat(np.arange(asked.size), asked.ravel()))
+        segment_n = torch.from_numpy(np.repeat(np.arange(num_segments), requested.ravel()))
     else:
-        asked_n = segment_of(on_device[: asked.size], dirty_n.numel())
-    # By segment of request order, that of its clean rows in fetch order, then of its dirty rows.
-    fetched_n = on_device[asked.size :].index_select(0, asked_n.add_(dirty_n, alpha=asked.size))
-    order_n, found = sort_by_segment(fetched_n, fetched.size)
+        segment_n = segment_of(on_device[:num_segments], dirty_n.numel())
+    # The entry of a row in the two tables is its segment, plus their length if the row is dirty.
+    entry_n = segment_n.add_(dirty_n, alpha=num_segments)
+    order_n, found = sort_by_segment(
+        on_device[num_segments:].index_select(0, entry_n), fetched.size
+    )
     splits = [ExchangeSplits(counts) for counts in found.view(num_lists, -1, world_size).tolist()]
     return splits, order_n
 

@@ -35,12 +35,12 @@ class PoolingIndex:
     """Row of the matrix for each lookup, lookups in bag order, int64."""
     bag_offsets_S1: Tensor | None
     """First lookup of each bag, and N, int64; ``None`` = sequences."""
-    bags_by_row_N: Tensor
-    """Bag of each lookup, lookups grouped by row, int64."""
+    bags_by_row_N: Tensor | None
+    """Bag of each lookup, lookups grouped by row, int64; ``None`` = sequences."""
     lookups_by_row_N: Tensor
     """Bag-order index of each lookup, lookups grouped by row, int64."""
     row_offsets_U1: Tensor
-    """First entry of each row in the two tensors above, and N, int64."""
+    """First entry of each row in the tensors by row, and N, int64."""
     mean_S: Tensor | None
     """Whether a bag is averaged, bool; ``None`` when all bags are summed."""
     gradient_position_U: Tensor | None = None
@@ -122,8 +122,10 @@ def gradient_of_rows(grad_SD: Tensor, weights_N: Tensor | None, index: PoolingIn
     if weights_N is not None:
         # Weights from bag order to lookups grouped by row, as bags_by_row_N.
         weights_by_row_N = weights_N.index_select(0, index.lookups_by_row_N)
+    # In a sequence matrix every lookup is its own bag.
+    bags_N = index.lookups_by_row_N if index.bags_by_row_N is None else index.bags_by_row_N
     add = gather_sum if index.most_lookups <= 2 * _PIECE else sum_in_pieces
-    return add(grad_SD.contiguous(), index.bags_by_row_N, index.row_offsets_U1, weights_by_row_N)
+    return add(grad_SD.contiguous(), bags_N, index.row_offsets_U1, weights_by_row_N)
 
 
 def gradient_of_weights(grad_SD: Tensor, rows_RD: Tensor, index: PoolingIndex) -> Tensor:
@@ -172,6 +174,7 @@ def sum_in_pieces(rows: Tensor, indices: Tensor, offsets: Tensor, weights: Tenso
     # empty.
     starts = torch.cat([offsets[:-1], every]).sort().values
     pieces = gather_sum(rows, indices, torch.cat([starts, offsets[-1:]]), weights)
+    # The pieces of a segment follow each other from the first that starts at its offset.
     return gather_sum(pieces, None, torch.searchsorted(starts, offsets), None)
 
 

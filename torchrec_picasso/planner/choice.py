@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -118,50 +119,65 @@ def choose(
     by position; the other tables are stock. ``None`` = the cost model chooses.
     """
     works = tuple(TableWork(table.load, pricer.world_size) for table in tables)
-    stock_costs = marginal_stock_costs(works, pricer.curves, pricer.world_size)
-
-    def price(forms: Forms, num_hot: Mapping[int, int], pricer: StepPricer = pricer) -> PricedPlan:
-        """Prices a plan with the best types of the stock tables."""
-        found, *others = (
-            price_plan(works, forms, num_hot, stock_types, pricer)
-            for stock_types in _stock_plans(tables, works, forms, pricer)
-        )
-        for plan in others:
-            if plan.step.step_ms < found.step.step_ms * (1 - _TYPE_MARGIN):
-                found = plan
-        return found
-
-    def with_best_hot_rows(forms: Forms) -> PricedPlan:
-        found = price(forms, {})
-        rows = [i for i, form in forms.items() if form == "rows" and tables[i].no_hot_rows is None]
-        for chance in _HOT_CHANCES if pricer.world_size > 1 and rows else ():
-            num_hot = _frequent_rows(works, rows, chance, replica_budget_bytes)
-            plan = price_plan(works, forms, num_hot, dict(enumerate(found.stock_types)), pricer)
-            # budgets ascend: a larger one must be clearly better
-            if plan.step.step_ms < found.step.step_ms * (1 - _HOT_MARGIN):
-                found = plan
-        return found
-
+    model = _PricedModel(tables, works, pricer)
     priced_ms: dict[str, float] = {}
     if given_hot is not None:
-        chosen = price({position: tables[position].forms[0] for position in given_hot}, given_hot)
+        chosen = _price(model, {i: tables[i].forms[0] for i in given_hot}, given_hot)
     else:
-        forms_by_plan = _plans(tables, works)
-        plans = {name: with_best_hot_rows(forms) for name, forms in forms_by_plan.items()}
+        plans, by_name = {}, _plans(tables, works)
+        for name, forms in by_name.items():
+            plans[name] = _with_best_hot_rows(model, forms, replica_budget_bytes)
         priced_ms = {name: plan.step.step_ms for name, plan in plans.items()}
         name = _fastest(plans, pricer)
         if name != "stock" and not pricer.curves.local.measured:
             # the gain must not depend on the core that was assumed
-            newer = pricer.with_local(LocalCosts.newer_core())
+            newer = _PricedModel(tables, works, pricer.with_local(LocalCosts.newer_core()))
             num_hot = dict(enumerate(plans[name].num_hot))
-            plan, stock_plan = (price(forms_by_plan[n], num_hot, newer) for n in (name, "stock"))
-            if not _is_faster(plan.step, stock_plan.step, newer):
+            plan, stock_plan = (_price(newer, by_name[n], num_hot) for n in (name, "stock"))
+            if not _is_faster(plan.step, stock_plan.step, newer.pricer):
                 name = "stock"
         chosen = plans[name]
-    stock = price({}, {}) if all(table.stock_types for table in tables) else None
     return Choice(
-        **vars(chosen), works=works, stock=stock, stock_costs=stock_costs, priced_ms=priced_ms
+        **vars(chosen),
+        works=works,
+        stock=_price(model, {}, {}) if all(table.stock_types for table in tables) else None,
+        stock_costs=marginal_stock_costs(works, pricer.curves, pricer.world_size),
+        priced_ms=priced_ms,
     )
+
+
+class _PricedModel(NamedTuple):
+    """The tables of a model, their work, and the prices."""
+
+    tables: Sequence[TableInfo]
+    works: Sequence[TableWork]
+    pricer: StepPricer
+
+
+def _price(model: _PricedModel, forms: Forms, num_hot: Mapping[int, int]) -> PricedPlan:
+    """Prices a plan with the best types of the stock tables."""
+    found, *others = (
+        price_plan(model.works, forms, num_hot, stock_types, model.pricer)
+        for stock_types in _stock_plans(model, forms)
+    )
+    for plan in others:
+        if plan.step.step_ms < found.step.step_ms * (1 - _TYPE_MARGIN):
+            found = plan
+    return found
+
+
+def _with_best_hot_rows(model: _PricedModel, forms: Forms, budget_bytes: float) -> PricedPlan:
+    """Prices a plan with several budgets of hot rows, none included; returns the best."""
+    tables, works, pricer = model
+    found = _price(model, forms, {})
+    rows = [i for i, form in forms.items() if form == "rows" and tables[i].no_hot_rows is None]
+    for chance in _HOT_CHANCES if pricer.world_size > 1 and rows else ():
+        num_hot = _frequent_rows(works, rows, chance, budget_bytes)
+        plan = price_plan(works, forms, num_hot, dict(enumerate(found.stock_types)), pricer)
+        # budgets ascend: a larger one must be clearly better
+        if plan.step.step_ms < found.step.step_ms * (1 - _HOT_MARGIN):
+            found = plan
+    return found
 
 
 def _fastest(plans: Mapping[str, PricedPlan], pricer: StepPricer) -> str:
@@ -221,11 +237,10 @@ def price_plan(
     )
 
 
-def _stock_plans(
-    tables: Sequence[TableInfo], works: Sequence[TableWork], forms: Forms, pricer: StepPricer
-) -> list[dict[int, str | None]]:
+def _stock_plans(model: _PricedModel, forms: Forms) -> list[dict[int, str | None]]:
     """Lists the sharding types to price for the tables that are not in ``forms``, by position: one
     type for all that allow it, and each table's cheapest. The simplest plan is the first."""
+    tables, works, pricer = model
     rest = [i for i in range(len(tables)) if i not in forms]
     # fewer whole tables may be less even over ranks than all of them
     added = marginal_stock_costs([works[i] for i in rest], pricer.curves, pricer.world_size)

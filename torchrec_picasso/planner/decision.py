@@ -57,10 +57,8 @@ def decide(
 ) -> Decision:
     """Chooses the placement of each table, its hot rows, and its home blocks.
 
-    Arguments as for ``hot_cold_planner``; ``batch_size`` is per rank, ``replica_budget_bytes`` per
-    rank and used only if the cost model chooses (``hot_rows=None``), ``dense=None`` = the times in
-    the curves. Raises PlanError if the statistics are of other tables, or the requested hot rows do
-    not exist.
+    Arguments as for ``hot_cold_planner``; ``replica_budget_bytes``, per rank, is used only with
+    ``hot_rows=None``. PlanError if statistics are of other tables, or hot rows do not exist.
     """
     able = {t.load.name: t.load.num_embeddings for t in tables if t.not_hot_cold is None}
     if stats is not None:
@@ -69,21 +67,20 @@ def decide(
     pricer = StepPricer(curves, world_size, dense, pieces_for(batch_size))
     if hot_rows is None:
         choice = choose(tables, pricer, replica_budget_bytes)
-        chosen = zip(tables, choice.forms, choice.num_hot)
-        counts = {table.load.name: num_hot for table, form, num_hot in chosen if form is not None}
-        hot_sets = select_hot_rows(able, counts, stats)
+        each = zip(tables, choice.forms, choice.num_hot)
+        counts = {t.load.name: num_hot for t, form, num_hot in each if form is not None}
         # hot rows in the user's constraints replace chosen ones
+        hot_sets = select_hot_rows(able, counts, stats)
         hot_sets |= {t.load.name: t.required.hot_rows for t in tables if t.required is not None}
     else:  # the caller has chosen: the plan is only priced
         without = {table.load.name for table in tables if table.no_hot_rows is not None}
         hot_sets = select_hot_rows(able, hot_rows, stats, without=without)
-        names = {i: t.load.name for i, t in enumerate(tables) if t.not_hot_cold is None}
-        given = {i: hot_sets[name].numel() for i, name in names.items() if name in hot_sets}
-        choice = choose(tables, pricer, replica_budget_bytes, given_hot=given)
+        names = enumerate(table.load.name for table in tables)
+        given = {i: hot_sets[name].numel() for i, name in names if name in hot_sets}
+        choice = choose(tables, pricer, given_hot=given)
     homes, in_rows = None, [i for i, form in enumerate(choice.forms) if form == "rows"]
     if stats is not None and in_rows:
-        works = [choice.works[i] for i in in_rows]
-        loads = [_row_loads(work, hot_sets[work.load.name], stats) for work in works]
+        loads = [_row_loads(choice.works[i], hot_sets, stats) for i in in_rows]
         homes = balance_homes(loads, world_size)
     return Decision(
         **vars(choice),
@@ -165,15 +162,16 @@ def balance_waves(tables: Sequence[tuple[Hashable, float]], num_waves: int) -> l
     return waves
 
 
-def _row_loads(work: TableWork, hot_H: Tensor, stats: FrequencyStats) -> RowLoads:
-    """Estimates the elements that one rank requests per step, by row.
+def _row_loads(work: TableWork, hot_sets: Mapping[str, Tensor], stats: FrequencyStats) -> RowLoads:
+    """Estimates the elements that one rank requests per step, by row of a table.
 
     Rows seen once do not predict the rows of the next batch: their load is spread evenly over the
     table, like the load of unseen rows (Good 1953).
     """
-    counts, spectrum = stats.tables[work.load.name], work.load.spectrum
+    counts, hot_H = stats.tables[work.load.name], hot_sets[work.load.name]
     again_U = counts.counts_U > 1
     rows_U, counts_U = counts.rows_U[again_U], counts.counts_U[again_U]
+    spectrum = work.load.spectrum
     assert spectrum is not None
     # load of a row = probability that one rank's batch uses it, looked up by its count
     used = torch.from_numpy(work.used_K[::-1].copy())

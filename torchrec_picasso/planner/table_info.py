@@ -9,7 +9,6 @@ user's constraints.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -232,5 +231,5 @@ def assumed_curves(topology: Topology) -> CommCurves:
     on_one_host = topology.world_size <= topology.local_world_size
     bytes_per_ms = topology.intra_host_bw if on_one_host else topology.inter_host_bw
     rate, device = bytes_per_ms * _BYTES_PER_MS_TO_GB_PER_S, topology.compute_device
-    found = CommCurves.assumed(topology.world_size, gbytes_per_s=rate, device=device)
-    return replace(found, ranks_per_host=topology.local_world_size)
+    own = {"device": device, "ranks_per_host": topology.local_world_size}
+    return CommCurves.assumed(topology.world_size, gbytes_per_s=rate, **own)

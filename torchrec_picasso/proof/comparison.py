@@ -53,7 +53,7 @@ _MEANS: dict[Any, Callable[..., Any]] = {
 }
 """Functions that return an operator's mean, with the operator's arguments except a generator."""
 
-COMMUNICATES = ("c10d", "_c10d_functional", "_dtensor")
+COMMUNICATES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 """Namespaces of operators that communicate."""
 
 

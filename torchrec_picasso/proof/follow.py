@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchrec_picasso.proof import places, rules  # noqa: F401, register their rules
 from torchrec_picasso.proof.call import RULES, Call, Operand
+from torchrec_picasso.proof.comparison import COMMUNICATES
 from torchrec_picasso.proof.values import SAME, Kind, Sizes, UnprovedError, Value
 from torchrec_picasso.proof.watch import current_line
 
@@ -25,7 +26,6 @@ _ASKING = frozenset(
 )
 """Operators that read properties of a tensor and not its data."""
 
-_COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 _DRAWING_BY_ENTRY = ("bernoulli", "native_dropout", "_scaled_dot_product")
 _KNOWN = (Tensor, nn.Parameter, FakeTensor)
 
@@ -91,7 +91,7 @@ class Follower(TorchDispatchMode):
         namespace, _, name = func._schema.name.partition("::")
         if name in _ASKING or namespace == "profiler":
             return func(*args, **kwargs)
-        if namespace in _COMMUNICATING:
+        if namespace in COMMUNICATES:
             raise UnprovedError("communicates, once per micro-batch")
         self.num_operators += 1
         call = self._bound(func, args, kwargs)

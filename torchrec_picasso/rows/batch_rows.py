@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.exchange.waiting import Pending
-from torchrec_picasso.ops.row_order import CLEAN, dirty_exchange
+from torchrec_picasso.ops.row_order import CLEAN, FIRST_DIRTY
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.group import Matrices, RowGroup
 from torchrec_picasso.rows.request import RowLayout
@@ -69,7 +69,7 @@ class BatchRows:
 
     def fetch_dirty(self, chunk: int, wave: int | None = None) -> None:
         """Starts fetching the dirty rows of a chunk. Collective."""
-        self._fetch(dirty_exchange(chunk), self.group.plan.packs_of(wave))
+        self._fetch(FIRST_DIRTY + chunk, self.group.plan.packs_of(wave))
 
     def _fetch(self, exchange: int, packs: Sequence[int]) -> None:
         if not packs:
@@ -131,7 +131,7 @@ class BatchRows:
         stay in progress."""
         for arrival in list(self._arrivals):
             exchange, brought, pending = arrival
-            if not brought.isdisjoint(packs) and exchange <= dirty_exchange(micro_batch):
+            if not brought.isdisjoint(packs) and exchange <= FIRST_DIRTY + micro_batch:
                 pending.wait()
                 self._arrivals.remove(arrival)
 
@@ -197,8 +197,8 @@ class MicroBatchRows:
     def own_sizes(self) -> Sequence[int] | None:
         """Samples of each feature if features were padded to one batch size, else ``None``."""
         features = self.batch_rows.layout.features_by_module[self.module]
-        is_filled_up = self.batch_size is not None and features.variable_stride_per_key()
-        return features.stride_per_key() if is_filled_up else None
+        is_padded = self.batch_size is not None and features.variable_stride_per_key()
+        return features.stride_per_key() if is_padded else None
 
     @property
     def features(self) -> KeyedJaggedTensor:

@@ -37,11 +37,7 @@ from torchrec_picasso.ops.bags import incoming_bag_order, reorder_bags
 from torchrec_picasso.ops.id_reader import PreparedIds
 from torchrec_picasso.ops.ids import shift_rows
 from torchrec_picasso.ops.pack_plan import PackPlan
-from torchrec_picasso.ops.row_order import (
-    ExchangeSplits,
-    all_dirty,
-    dirty_exchange,
-)
+from torchrec_picasso.ops.row_order import FIRST_DIRTY, ExchangeSplits, all_dirty
 from torchrec_picasso.ops.segment_reduction import mean_scale, mean_weights
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.placement import owner_pooled_waves
@@ -214,7 +210,7 @@ class _Request(RouteRequest):
             wanted=ExchangeSplits(bags_KW),
             wanted_by_fetch=all_dirty(bags_KW),
             # Gradients are sent by chunk: without the (empty) exchange of clean rows.
-            served=ExchangeSplits(requests.served_by_fetch.counts_EW[dirty_exchange(0) :]),
+            served=ExchangeSplits(requests.served_by_fetch.counts_EW[FIRST_DIRTY:]),
             requests=requests,
         )
 

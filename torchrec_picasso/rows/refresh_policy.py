@@ -50,8 +50,8 @@ class Refresh:
             raise ConfigError("Refresh: " + "; ".join(told))
 
     @property
-    def fading(self) -> float:
-        """Weight of a use a step later."""
+    def decay(self) -> float:
+        """Factor of a use a step later."""
         half_life = self.every_steps if self.half_life_steps is None else self.half_life_steps
         return float(0.5 ** (1 / half_life))
 

@@ -132,14 +132,14 @@ class Refresher:
     def _decay(self) -> None:
         """Decays all counts, so that later steps weigh more."""
         num_ranks = self._counted[0].route.ranks.size
-        self._num_batches = self._num_batches * self.policy.fading + num_ranks
+        self._num_batches = self._num_batches * self.policy.decay + num_ranks
         for uses in self._uses:
-            uses.fade(self.policy.fading)
+            uses.decay(self.policy.decay)
 
     def _rescale(self) -> None:
         """Rescales all counts so that the latest access counts 1."""
         for uses in self._uses:
-            uses.settle()
+            uses.rescale()
 
     def _begin_window(self) -> None:
         for uses in self._uses:

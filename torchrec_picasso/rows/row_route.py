@@ -27,12 +27,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
-from torchrec_picasso.ops.bags import (
-    BatchCut,
-    cut_pooling,
-    micro_batch_of_lookup,
-    segment_edges,
-)
+from torchrec_picasso.ops.bags import BatchCut, cut_pooling, micro_batch_of_lookup, segment_edges
 from torchrec_picasso.ops.id_reader import IdReader, PreparedIds, ReadIds
 from torchrec_picasso.ops.ids import IdSpace, bits_to_words
 from torchrec_picasso.ops.pack_plan import PackPlan
@@ -126,9 +121,10 @@ class RowRoute(Route):
             self.by_rank(located.counts_PQ[:, 1:].reshape(-1, size).t()),
             bits_to_words(located.is_used_H).expand(size, -1),
         ]
+        # Numbers that the host needs come with the header, which it waits for in any case.
         kept = [located.counts_PQ.reshape(-1), edges_J1]
         if num_lookups and edges_J1.device.type != "cpu":
-            kept.append(rows.counts_U.max().view(1))
+            kept.append(rows.counts_U.max().view(1))  # for sums in pieces, on an accelerator
         return self._request(
             words=RouteWords(sent, kept=kept),
             outside_ids=ids.outside_ids,
@@ -136,7 +132,7 @@ class RowRoute(Route):
             route=self,
             sizes_K=sizes_K,
             cut=cut,
-            read=ids,
+            ids=ids,
             located=located,
             micro_batch_N=micro_batch_N,
         )
@@ -181,17 +177,22 @@ class FetchOrders:
 
 @dataclass(kw_only=True)
 class RowsRequest(RouteRequest):
-    """The request for the distinct rows of one batch; vectors of all packs are one tensor."""
+    """The request for the distinct rows of one batch.
+
+    Served rows, the dirty mask and the fetch order are one vector each, by pack, chunk and rank, so
+    that a step over them is one operator; packs are views.
+    """
 
     route: RowRoute
     sizes_K: Sequence[int | None]
     cut: BatchCut
-    read: ReadIds
+    ids: ReadIds
     located: LocatedRows
     """The unique rows in request order."""
     micro_batch_N: Tensor | None
     """Micro-batch of each lookup in bag order, int64; ``None`` = there is one."""
     _lookups_MKJ: Sequence[Sequence[Sequence[int]]] = field(init=False)
+    """Number of lookups of each segment."""
     _most_lookups: int = field(init=False)
     """Of a row, 0 on the CPU."""
     _hot_P: Sequence[Tensor] = field(init=False)
@@ -199,14 +200,16 @@ class RowsRequest(RouteRequest):
     _touched_P: Sequence[np.ndarray] = field(init=False)
     """Hot slots that any rank's batch uses."""
     _wanted_P: Sequence[ExchangeSplits] = field(init=False)
+    """The split of wanted rows in request order; in ``_served_P`` that of served rows."""
     _served_P: Sequence[ExchangeSplits] = field(init=False)
     _served_n: Tensor = field(init=False)
-    """Home rows that ranks request here; filled once the row numbers have arrived."""
+    """Row numbers of served rows; filled once these have arrived."""
     _dirty_n: Tensor | None = None
     """Whether wanted rows, then served rows, are dirty, uint8; ``None`` = all are."""
 
     def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         """Reads the counts of rows, and returns row numbers by chunk."""
+        # In the pieces that RowRoute.read made.
         (counts_WX, bits_WX), (counts_n, edges_J1, *most) = words
         self._most_lookups = int(most[0][0]) if most else 0
         hot, located = self.route.hot, self.located
@@ -219,7 +222,7 @@ class RowsRequest(RouteRequest):
         # storage_row_U is ordered by pack, hot rows first: split it into [hot, cold] of each pack.
         nums = [num for hot, *cold_KW in own_PQ.tolist() for num in (hot, sum(cold_KW))]
         wanted_n = located.storage_row_U.to(dtype)
-        self._hot_P = [hot.ids_H] * num_packs
+        self._hot_P = [hot.ids_H] * num_packs  # empty, without hot rows
         if hot.num_rows:
             # Slots count from 0 in each pack, because a storage keeps the replicas of one pack.
             slots_P = located.storage_row_U.split(nums)[::2]
@@ -245,7 +248,7 @@ class RowsRequest(RouteRequest):
 
     @cached_property
     def _served_here_n(self) -> Tensor:
-        """The served rows, counted over all packs of this rank, int64."""
+        """Row numbers of served rows, counted over all packs of this rank, int64."""
         rows_n = self._served_n.to(torch.int64, copy=True)
         if len(self._served_P) > 1:
             torch._foreach_add_(by_pack(rows_n, self._served_P), self.route.first_rows_P)
@@ -270,8 +273,8 @@ class RowsRequest(RouteRequest):
         nums_P = [(pack.hot_slots.numel(), pack.wanted.num_rows) for pack in packs]
         # Lookups are summed over a micro-batch's segments: cut_pooling sees whole micro-batches.
         index_KM = cut_pooling(
-            self.read.bags,
-            self.read.rows,
+            self.ids.bags,
+            self.ids.rows,
             self.located,
             fetch_positions(self.located, orders.wanted_order_n, nums_P),
             self.cut,
@@ -318,9 +321,9 @@ class RowsRequest(RouteRequest):
         incoming_P = self._incoming_rows(orders)
         packs: list[PackLayout] = []
         num_rows_M: list[int] = []
-        for matrix, own in enumerate(self.route.plan.matrices):
+        for matrix, packs_of_matrix in enumerate(self.route.plan.matrices):
             start = 0  # packs of one matrix follow each other
-            for p in range(own.start, own.stop):
+            for p in range(packs_of_matrix.start, packs_of_matrix.stop):
                 pack = PackLayout(
                     matrix=first_matrix + matrix,
                     start=start,

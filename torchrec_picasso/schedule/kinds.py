@@ -119,10 +119,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "backward": Kind(
         sends=True,
-        needs=(
-            Need("forward", _index(eq)),
-            Need("backward", _index(gt), shared_rows_only=True),
-        ),
+        needs=(Need("forward", _index(eq)), Need("backward", _index(gt), shared_rows_only=True)),
     ),
     "send_gradients": Kind(sends=True, needs=(Need("backward", _index(eq), required=True),)),
     "reduce_hot": Kind(sends=True, needs=_all("backward")),

@@ -68,12 +68,8 @@ class _HotColdSharder:
 class HotColdEmbeddingBagCollectionSharder(_HotColdSharder, EmbeddingBagCollectionSharder):
     """Shards EmbeddingBagCollections; drop-in for TorchRec's ``EmbeddingBagCollectionSharder``.
 
-    The parent class shards tables without :class:`HotColdParams` in the plan.
-
-    Args:
-        fused_params: Passed on to the parent class.
-        qcomm_codecs_registry: Passed on to the parent class.
-        sharded_module_order_overwrite: Passed on to the parent class.
+    The parent class, whose arguments it has, shards tables without :class:`HotColdParams` in the
+    plan.
     """
 
     sharded_module_type = ShardedHotColdEmbeddingBagCollection
@@ -91,13 +87,9 @@ class HotColdEmbeddingBagCollectionSharder(_HotColdSharder, EmbeddingBagCollecti
 class HotColdEmbeddingCollectionSharder(_HotColdSharder, EmbeddingCollectionSharder):
     """Shards EmbeddingCollections; drop-in for TorchRec's ``EmbeddingCollectionSharder``.
 
-    The parent class shards tables without :class:`HotColdParams` in the plan. Hot/cold tables send
-    each row once, on CPU too, for any value of ``use_index_dedup``.
-
-    Args:
-        fused_params: Passed on to the parent class.
-        qcomm_codecs_registry: Passed on to the parent class.
-        use_index_dedup: Passed on to the parent class, for stock tables; it has no CPU kernel.
+    The parent class, whose arguments it has, shards tables without :class:`HotColdParams` in the
+    plan. Hot/cold tables send each row once, on CPU too, for any value of ``use_index_dedup``: that
+    is for stock tables, and has no CPU kernel.
     """
 
     sharded_module_type = ShardedHotColdEmbeddingCollection
@@ -141,7 +133,7 @@ class HotColdFeatureProcessedEmbeddingBagCollectionSharder(
 
     Args:
         ebc_sharder: Shards the tables; ``None`` = :class:`HotColdEmbeddingBagCollectionSharder`.
-        qcomm_codecs_registry: Passed on to the parent class.
+        qcomm_codecs_registry: Wire precisions, as for the parent class.
     """
 
     supports_hot_cold = True

@@ -17,13 +17,13 @@ class RowUses:
     """Decayed access counts on one rank.
 
     Counts are not multiplied by the decay factor; new accesses get a larger weight instead, and
-    :meth:`settle` rescales all counts. 4 bytes per row; one pass over a batch's rows to count, one
+    :meth:`rescale` rescales all counts. 4 bytes per row; one pass over a batch's rows to count, one
     pass over all rows to rescale.
     """
 
     def __init__(self, num_home_rows: int, num_hot_rows: int, device: torch.device) -> None:
         self.homes_n = torch.zeros(num_home_rows, dtype=torch.float32, device=device)
-        """Accesses of cold home rows by all ranks, 0 for hot rows. Only after :meth:`settle` the
+        """Accesses of cold home rows by all ranks, 0 for hot rows. Only after :meth:`rescale` the
         latest access has weight 1."""
         self.replicas_h = torch.zeros(num_hot_rows, dtype=torch.float32, device=device)
         """Accesses of replicas by this rank, with the same weights."""
@@ -38,8 +38,8 @@ class RowUses:
         """Counts the accesses of a batch. Home rows are those that ranks requested, at most once
         per rank; hot slots those that this rank's batch uses."""
         # Every entry adds the current weight; several ranks may request the same row.
-        self.homes_n.index_add_(0, rows_n, self._ones(rows_n))
-        self.replicas_h.index_add_(0, slots_h, self._ones(slots_h))
+        self.homes_n.index_add_(0, rows_n, self._weight.expand(rows_n.numel()))
+        self.replicas_h.index_add_(0, slots_h, self._weight.expand(slots_h.numel()))
         self.num_cold += rows_n.numel()
         self.num_hot += slots_h.numel()
 
@@ -47,19 +47,16 @@ class RowUses:
         """Resets the counts of the coverage window."""
         self.num_cold = self.num_hot = 0
 
-    def fade(self, factor: float) -> None:
+    def decay(self, factor: float) -> None:
         """Decays all earlier counts by a factor below 1: raises the weight of later accesses."""
         self._weight /= factor
         self._weight_on_host /= factor
         if self._weight_on_host > _MOST_WEIGHT:
-            self.settle()
+            self.rescale()
 
-    def settle(self) -> None:
+    def rescale(self) -> None:
         """Rescales the counts so that the latest access has weight 1."""
         self.homes_n /= self._weight
         self.replicas_h /= self._weight
         self._weight.fill_(1.0)
         self._weight_on_host = 1.0
-
-    def _ones(self, rows: Tensor) -> Tensor:
-        return self._weight.expand(rows.numel())

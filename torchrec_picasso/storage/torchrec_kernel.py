@@ -90,10 +90,7 @@ class HotColdKernel(BaseEmbedding, FusedOptimizerModule):
         return {name: rows - start for name, rows, start in pieces}
 
     def state_dict(
-        self,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Home rows as ShardedTensors or DTensors, equal to stock row-wise TorchRec's."""
         self.rows.before_reading()

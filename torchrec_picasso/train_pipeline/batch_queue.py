@@ -160,7 +160,7 @@ class BatchQueue:
         else:
             schedule = evaluation_schedule(*settings, num_waves=self._num_waves)
         self._policy.start_step()
-        agreement = self._ask()
+        agreement = self._start_agreement()
         with self._lifecycle.in_step():
             # The operations at the head of the schedule are of later batches, need no answer of
             # other ranks and change nothing of this batch or the model, so they run while the
@@ -169,7 +169,7 @@ class BatchQueue:
             missing = [op for op in ahead if op not in self._led]
             self._run(missing)
             self._led.update(missing)
-            flags = self._agreed(agreement)
+            flags = self._end_agreement(agreement)
             if flags.homes_written:
                 for each in inflight.groups:
                     each.rows.fetch_again()
@@ -213,7 +213,7 @@ class BatchQueue:
         is_halfway = self._lifecycle.state in (State.IN_STEP, State.FAILED)
         return str(self._op) if is_halfway else "next batch"
 
-    def _ask(self) -> Agreement:
+    def _start_agreement(self) -> Agreement:
         """Starts to agree with all ranks on the flags of a step. Collective."""
         # another driver of the tables may have trained them, or taken over what was written, while
         # rows of this one were in flight
@@ -226,7 +226,7 @@ class BatchQueue:
         )
         return Agreement(self._pg, self._pipelined.device, flags)
 
-    def _agreed(self, agreement: Agreement) -> Flags:
+    def _end_agreement(self, agreement: Agreement) -> Flags:
         """Returns the flags of all ranks, or raises a rank's refusal on all ranks. Collective."""
         self._op = "agreement of ranks"
         flags = Flags.largest(agreement.wait())
@@ -260,7 +260,7 @@ class BatchQueue:
 
     def _fetch_rows(self) -> None:
         """Fetches the rows of the first batch before any step. Collective."""
-        if self._agreed(self._ask()).homes_written:
+        if self._end_agreement(self._start_agreement()).homes_written:
             for group in self._pipelined.groups:
                 group.row_group.apply_writes()
         self._num_changes = self._pipelined.num_changes

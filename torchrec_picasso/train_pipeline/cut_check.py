@@ -59,7 +59,7 @@ from torchrec_picasso.proof.proof import Given, Proof, prove
 from torchrec_picasso.schedule.schedule import is_depth_first
 from torchrec_picasso.train_pipeline.data_parallel import (
     instead_of_wrapped,
-    why_whole_batches,
+    why_one_backward,
     wrapper_of,
 )
 from torchrec_picasso.train_pipeline.full_batch_output import FullBatchOutput
@@ -162,7 +162,7 @@ class CutEvidence:
     def objection(self) -> str | None:
         """Names work that would run per micro-batch where the user expects it per batch."""
         model = self.program.model
-        reason = why_whole_batches(model) or self.news() or next(_hooks_inside(model), None)
+        reason = why_one_backward(model) or self.news() or next(_hooks_inside(model), None)
         injected, pipeline = self.program.injected, self.program.pipeline
         if reason is None and injected:
             reason = f"register_backward_hook injected work into {', '.join(injected)}"

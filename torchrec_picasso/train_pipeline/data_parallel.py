@@ -7,7 +7,7 @@ as usual. A step of K micro-batches runs K forwards and K backwards. The forward
 ``torch.distributed.pipelining``. Gradients thus add up, and DDP reduces their sums once.
 
 Work that DDP does per forward or per backward cannot be shared this way: see
-:func:`why_whole_batches`.
+:func:`why_one_backward`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
     return wrapped if isinstance(wrapped, DistributedDataParallel) else None
 
 
-def why_whole_batches(model: nn.Module) -> str | None:
+def why_one_backward(model: nn.Module) -> str | None:
     """Reason why the wrapper needs one forward and one backward per step; ``None`` = none."""
     wrapper = wrapper_of(model)
     if wrapper is None:

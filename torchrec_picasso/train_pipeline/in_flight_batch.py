@@ -108,30 +108,22 @@ class InFlightBatch(Fetched):
         return self.is_whole or self.filled == [self.order[-1]]
 
     def acquire(
-        self, indices: Sequence[int], group_batch: GroupBatch, name: str, number: int, trains: bool
+        self, indices: Sequence[int], group_batch: GroupBatch, name: str, trains: bool
     ) -> list[tuple[MicroBatchRows, int]]:
-        """Returns rows and samples of micro-batches that a module uses in one run of the model.
-
-        ``number`` is the position of the module in its group. A run that does not train takes no
-        gradients, and the rows stay for the training step.
-        """
-        weights = self._weights_of(group_batch, name, number)
+        """Returns rows and samples of micro-batches that a module uses in one run of the model. A
+        run that does not train takes no gradients, and the rows stay for the training step."""
+        weights, number = self._weights_of(group_batch, name), group_batch.group.number_of(name)
         acquired = []
         for index in indices:
-            take = partial(self._take_gradients, group_batch.gradients, name, number, index)
-            sink = take if trains else _drop_gradients
+            take = partial(self._take_gradients, group_batch, name, index)
+            sink = take if trains else (lambda grads_M: None)
             is_last = trains and index == self.filled[-1]  # the last use of rows may free them
             rows = group_batch.rows.acquire(index, sink, weights, is_last=is_last, module=number)
             acquired.append((rows, self.sizes_K[index]))
         return acquired
 
     def _take_gradients(
-        self,
-        gradients: BatchGradients,
-        name: str,
-        number: int,
-        index: int,
-        grads_M: Sequence[Tensor],
+        self, group_batch: GroupBatch, name: str, index: int, grads_M: Sequence[Tensor]
     ) -> None:
         """Receives the gradients ``(n, D_m)`` of the rows of each matrix, in a backward. If the
         model runs a module without gradients, or stops its gradients, this is not called."""
@@ -142,14 +134,14 @@ class InFlightBatch(Fetched):
                 "TrainPipelineSparseDist with stock tables"
             )
         self.trained.add((name, index))
-        gradients.add(index, grads_M, number)
+        group_batch.gradients.add(index, grads_M, group_batch.group.number_of(name))
 
     def forget(self) -> None:
         """Drops losses and outputs: their graphs hold gradient sinks, which hold this object."""
         self.losses_K.clear()
         self.outputs_K.clear()
 
-    def _weights_of(self, group_batch: GroupBatch, name: str, number: int) -> Tensor | None:
+    def _weights_of(self, group_batch: GroupBatch, name: str) -> Tensor | None:
         """Computes the whole batch's weights ``(N,)`` for a module with feature processors.
 
         The backward of each micro-batch adds to the gradient of the weights; the feature processors
@@ -159,6 +151,7 @@ class InFlightBatch(Fetched):
         if not isinstance(module, ProcessedModule):
             return None
         if name not in self.full_outputs:
+            number = group_batch.group.number_of(name)
             self._keep_full(name, module.weights(group_batch.rows, number))
         return self.full_outputs[name].part([self.num_samples], 0)
 
@@ -183,14 +176,10 @@ class InFlightBatch(Fetched):
         outputs = {name: self.full_outputs[name].detached() for name in plain}
         for group_batch in self.groups:
             group_batch.rows.relay(len(self.sizes_K) - 1)
-            for number, name in enumerate(group_batch.group.modules):
-                self._weights_of(group_batch, name, number)  # once, with their graph
+            for name in group_batch.group.modules:
+                self._weights_of(group_batch, name)  # once, with their graph
                 with torch.no_grad():
-                    acquired = self.acquire(self.filled, group_batch, name, number, trains=False)
+                    acquired = self.acquire(self.filled, group_batch, name, trains=False)
                     whole = group_batch.group.output(name, acquired).wait()
                 outputs[name] = FullBatchOutput(whole, name, always_leaves=True)
         return outputs
-
-
-def _drop_gradients(grads_M: Sequence[Tensor]) -> None:
-    """Receives gradients of a run that trains nothing."""

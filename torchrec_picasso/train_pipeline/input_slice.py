@@ -30,6 +30,7 @@ from torchrec_picasso.proof.watch import current_line
 _WRITING = {
     "setitem",
     "delitem",
+    # iadd of add, and so on
     *(n for n in dir(operator) if n[0] == "i" and f"__{n[1:]}__" in dir(operator)),
 }
 """Operators of Python that write into their first argument."""
@@ -49,7 +50,7 @@ class InputSlice:
 
     @property
     def has_modules(self) -> bool:
-        """Whether modules run in it, which see for themselves if they train."""
+        """Whether it calls modules, which may compute something else in evaluation."""
         return any(node.op == "call_module" for node in self.nodes)
 
     def is_like(self, other: InputSlice) -> bool:
@@ -58,14 +59,14 @@ class InputSlice:
         return form == other_form and all(map(_is_unwritten, outside, others))
 
     def _form(self) -> tuple[list[Any], list[Node]]:
+        """Describes the nodes, equally in every trace, and lists those that read the model."""
         places = {node: f"%{place}" for place, node in enumerate(self.nodes)}
-        form, outside = [], []
+        form = []
         for node in self.nodes:
-            is_outside = node.op == "get_attr"
-            outside += [node] if is_outside else []
-            name = None if is_outside else node.target
+            # two traces may name one tensor differently
+            name = None if node.op == "get_attr" else node.target
             form.append((node.op, name, map_arg((node.args, dict(node.kwargs)), places.get)))
-        return form, outside
+        return form, [node for node in self.nodes if node.op == "get_attr"]
 
     def why_not_ahead(self, batch: Any, model: nn.Module) -> str | None:
         """Runs the slice on a batch; names the line that must not run ahead, and what it does."""
@@ -80,13 +81,13 @@ class InputSlice:
                 with _Watch() as watch:
                     values[node] = run_node(node, batch, values, model)
             except Exception as error:  # any error of the model's code
-                watch.found = f"raises {type(error).__name__} ({error})"
+                watch.reason = f"raises {type(error).__name__} ({error})"
             if random_states() != before:
-                watch.found = "draws random numbers"
+                watch.reason = "draws random numbers"
             if any(each.has_changed() for each in kept):
-                watch.found = "changes an attribute"
-            if watch.found is not None:
-                return f"{node.meta['line']} {watch.found}"
+                watch.reason = "changes an attribute"
+            if watch.reason is not None:
+                return f"{node.meta['line']} {watch.reason}"
         return None
 
 
@@ -156,24 +157,25 @@ def slice_of(graph: Graph, name: str, model: nn.Module) -> InputSlice | str | No
     if len(calls) > 1 or len(call.all_input_nodes) != 1 or len(call.args) + len(call.kwargs) != 1:
         return f"{calls[-1].meta['line']} calls it again, or with more than one argument"
     needed = _back_from(call) - {call}
-    first = next(node for node in graph.nodes if node.op == "placeholder")
+    batch = next(node for node in graph.nodes if node.op == "placeholder")
     for node in graph.nodes:
         if node is call:
             break
-        found = None
-        # an output of a module is its own
+        reason = None
+        # a module's output is new memory, so a write into it changes nothing before the module
         if _writes(node) and needed & _back_from(node, stop="call_module"):
-            found = "writes in place"
+            reason = "writes in place"
         elif node not in needed:
             continue
-        elif node.op == "placeholder" and (node is not first or hasattr(node, "ph_key")):
-            found = "reads an argument beside the batch"
+        # TorchRec's tracer gives a placeholder that is part of an argument a ph_key
+        elif node.op == "placeholder" and (node is not batch or hasattr(node, "ph_key")):
+            reason = "reads an argument beside the batch"
         elif node.op == "get_attr" and not isinstance(node.meta["value"], Tensor):
-            found = f"reads {node.target}"
+            reason = f"reads {node.target}"
         elif node.op == "call_module" and isinstance(_module(node, model), ShardedModule):
-            found = f"uses what {node.target} gives"
-        if found is not None:
-            return f"{node.meta['line']} {found}"
+            reason = f"uses what {node.target} gives"
+        if reason is not None:
+            return f"{node.meta['line']} {reason}"
     return InputSlice([node for node in graph.nodes if node in needed], call)
 
 
@@ -202,8 +204,9 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: str | None = None
+        self.reason: str | None = None
         self._own: dict[int, Tensor] = {}
+        """By memory, a tensor on it that the slice made, which it may write; keeps it in use."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -213,16 +216,16 @@ class _Watch(TorchDispatchMode):
         named = {argument.name: argument for argument in func._schema.arguments}
         values = {**dict(zip(named, args)), **kwargs}
         written = [v for n, v in values.items() if (a := named[n].alias_info) and a.is_write]
-        found = None
+        reason = None
         if torch.Tag.nondeterministic_seeded in func.tags:
-            found = "draws random numbers"
+            reason = "draws random numbers"
         elif func.namespace in COMMUNICATES:
-            found = "communicates between ranks"
+            reason = "communicates between ranks"
         elif any(isinstance(tensor, nn.Parameter) or tensor.requires_grad for tensor in given):
-            found = "reads a parameter"
+            reason = "reads a parameter"
         elif any(isinstance(w, Tensor) and _memory(w) not in self._own for w in written):
-            found = "writes in place"
-        self.found = self.found or found
+            reason = "writes in place"
+        self.reason = self.reason or reason
         result = func(*args, **kwargs)
         known = set(map(_memory, given))
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

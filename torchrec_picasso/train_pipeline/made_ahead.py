@@ -1,4 +1,4 @@
-"""Makes input slices ahead of the model, once per batch, and gives their results to its forward.
+"""Makes inputs of tables ahead of the model, once per batch, by its slices (``input_slice.py``).
 
 A slice runs on the whole batch when the batch is read. The model's forward of a whole batch gets
 the results of the slice's operators instead of computing them again, and each module checks that it
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso._torchrec import ArgInfo, BaseArgInfoStep, CallArgs, TrainPipelineContext
@@ -35,57 +34,55 @@ from torchrec_picasso.train_pipeline.input_slice import (
 )
 
 _KEY = "input slices"
-"""Key among the results that TorchRec keeps for a batch."""
+"""Key of :class:`_SliceResults` among the results that TorchRec's context of a batch keeps."""
 
 
 class _Step(BaseArgInfoStep):
-    """TorchRec's way from a batch to a module's input: its slice."""
+    """A step of TorchRec's from a batch to the input of module ``name``: the module's slice."""
 
-    def __init__(self, made: MadeAhead, name: str) -> None:
+    def __init__(self, made_ahead: MadeAhead, name: str) -> None:
         super().__init__()
-        self.made, self.name = made, name
+        self._made_ahead, self._name = made_ahead, name
 
     def process(self, arg: Any) -> Any:
-        """Returns the input for a batch."""
-        return self.made.input_of(self.name, arg)
+        """Returns the module's input for the batch ``arg``."""
+        return self._made_ahead.input_of(self._name, arg)
 
 
 class MadeAhead:
-    """Slices of a model inside its wrapper, for modules that TorchRec does not pipeline, by name.
-
-    In training and in evaluation the slices may differ. As for TorchRec's postprocs, the context
-    of a batch holds what was made for it.
-    """
+    """The slices of the modules ``names``, which TorchRec does not pipeline; ``model`` is inside
+    its wrapper. In training and in evaluation the slices of a module may differ."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self._model = model
         self._context = TrainPipelineContext()
         self._by_mode: dict[bool, dict[str, InputSlice]] = {True: {}, False: {}}
-        self._in_forward: _Once | None = None
+        self._checked_now: _SliceResults | None = None
         self.refused: dict[str, str] = {}
         """Modules that cannot be interleaved: the line of the model, and what it does there."""
-        for mode in (model.training, not model.training) if names else ():
-            self._find(names, mode)
+        for is_training in (model.training, not model.training) if names else ():
+            self._find_slices(names, is_training)
 
-    def _find(self, names: Sequence[str], mode: bool) -> None:
-        """Traces the model twice, to see state that its forward changes."""
+    def _find_slices(self, names: Sequence[str], is_training: bool) -> None:
+        """Finds the slices of one mode. Two traces show state that the model's forward changes."""
         try:
-            with _in_mode(self._model, mode):
-                one, other = traced(self._model), traced(self._model)
+            with _in_mode(self._model, is_training):
+                graphs = traced(self._model), traced(self._model)
         except Exception as error:  # any error of a forward that TorchRec has not traced
-            self.refused |= {name: f"{_word(mode)} raises {error}" for name in names}
+            self.refused |= {name: f"{_mode_name(is_training)} raises {error}" for name in names}
             return
         for name in names:
-            first, again = (slice_of(graph, name, self._model) for graph in (one, other))
+            first, again = (slice_of(graph, name, self._model) for graph in graphs)
             if isinstance(first, str):
-                self.refused.setdefault(name, f"{first} ({_word(mode)})")
+                self.refused.setdefault(name, f"{first} ({_mode_name(is_training)})")
             elif isinstance(first, InputSlice) and isinstance(again, InputSlice):
                 if not first.is_like(again):
                     line = first.call.meta["line"]
                     self.refused.setdefault(name, f"{line} gives what the forward changes")
-                known = self._by_mode[not mode].get(name)
-                is_known = known is not None and known.is_like(first) and not known.has_modules
-                self._by_mode[mode][name] = known if known is not None and is_known else first
+                # Both modes share a slice unless modules inside may compute by their mode.
+                other = self._by_mode[not is_training].get(name, first)
+                is_shared = other.is_like(first) and not other.has_modules
+                self._by_mode[is_training][name] = other if is_shared else first
 
     @property
     def names(self) -> list[str]:
@@ -93,17 +90,18 @@ class MadeAhead:
         found = {**self._by_mode[True], **self._by_mode[False]}
         return [name for name in found if name not in self.refused]
 
-    def try_on(self, batch: Any, pg: dist.ProcessGroup, device: torch.device) -> None:
+    def examine(self, batch: Any, pg: dist.ProcessGroup, device: torch.device) -> None:
         """Runs the slices on a batch, and refuses on all ranks those that may not run ahead.
         Collective."""
-        found: dict[str, str | None] = {}
-        for mode, slices in self._by_mode.items():
-            with _in_mode(self._model, mode):
+        reasons: dict[str, str | None] = {}
+        for is_training, slices in self._by_mode.items():
+            with _in_mode(self._model, is_training):
                 for name in [name for name in self.names if name in slices]:
-                    reason = slices[name].why_not_ahead(batch, self._model)
-                    found[name] = found.get(name) or (reason and f"{reason} ({_word(mode)})")
+                    why = slices[name].why_not_ahead(batch, self._model)
+                    why = why and f"{why} ({_mode_name(is_training)})"
+                    reasons[name] = reasons.get(name) or why
         for name in self.names:
-            reason = agree_on(pg, device, found[name])
+            reason = agree_on(pg, device, reasons[name])
             if reason is not None:
                 self.refused[name] = reason
 
@@ -112,7 +110,8 @@ class MadeAhead:
         return CallArgs([ArgInfo([_Step(self, name)])], {})
 
     def set_context(self, context: TrainPipelineContext) -> None:
-        """Sets the context of the batch that is read next."""
+        """Sets the context of the batch that is read next; TorchRec treats this object, as its own
+        postprocs, by this method and :meth:`get_context`."""
         self._context = context
 
     def get_context(self) -> TrainPipelineContext:
@@ -120,33 +119,34 @@ class MadeAhead:
         return self._context
 
     def input_of(self, name: str, batch: Any) -> Any:
-        """Makes the input of a module; what has run for the batch does not run again."""
+        """Makes the input of a module. Nodes that slices share run once per batch."""
         if self.is_of_other_mode(self._context):
             del self._context.postproc_fwd_results[_KEY]
-        results = self._context.postproc_fwd_results
-        once = results.setdefault(_KEY, _Once(self._model.training))
+        kept = self._context.postproc_fwd_results
+        results = kept.setdefault(_KEY, _SliceResults(self._model.training))
         found = self._slice(name)
-        with once.recording():
+        with results.recording():
             for node in found.nodes:
-                if node not in once.values:
+                if node not in results.values:
                     read = outside_of(node, self._model)
-                    once.outside += [(node.meta["line"], each, each._version) for each in read]
-                    once.values[node] = run_node(node, batch, once.values, self._model)
-        return once.values[found.input]
+                    results.outside += [(node.meta["line"], each, each._version) for each in read]
+                    results.values[node] = run_node(node, batch, results.values, self._model)
+        return results.values[found.input]
 
     def _slice(self, name: str) -> InputSlice:
+        """Returns the slice of the model's mode; of the other mode if this one has no call."""
         modes = self._model.training, not self._model.training
         return next(self._by_mode[mode][name] for mode in modes if name in self._by_mode[mode])
 
     def tensors(self, context: TrainPipelineContext) -> list[Tensor]:
         """Lists the tensors that were made for a batch."""
-        once = context.postproc_fwd_results.get(_KEY)
-        return [] if once is None else once.tensors()
+        results = context.postproc_fwd_results.get(_KEY)
+        return [] if results is None else results.tensors()
 
     def is_of_other_mode(self, context: TrainPipelineContext) -> bool:
-        """Whether a batch was read in training for evaluation, or so, and this matters."""
-        once = context.postproc_fwd_results.get(_KEY)
-        if once is None or once.training == self._model.training:
+        """Whether a batch was read in another mode than the model's, by slices that differ."""
+        results = context.postproc_fwd_results.get(_KEY)
+        if results is None or results.is_training == self._model.training:
             return False
         slices, others = self._by_mode[True], self._by_mode[False]
         return any(slices[n] is not others.get(n, slices[n]) for n in self.names if n in slices)
@@ -157,40 +157,40 @@ class MadeAhead:
 
         Raises CompatError if a tensor of the model that slices read was written since.
         """
-        once: _Once | None = context.postproc_fwd_results.get(_KEY)
-        for line, tensor, version in once.outside if once is not None else ():
+        results: _SliceResults | None = context.postproc_fwd_results.get(_KEY)
+        for line, tensor, version in results.outside if results is not None else ():
             if tensor._version != version:
                 raise CompatError(_stale(f"{line} reads a tensor that was written since"))
-        if once is None or not is_whole:
+        if results is None or not is_whole:
             yield
             return
-        once.to_check, self._in_forward = set(self.names), once
+        results.to_check, self._checked_now = set(self.names), results
         try:
-            with once.giving():
+            with results.replaying():
                 yield
         finally:
-            self._in_forward = None
+            self._checked_now = None
 
     def check(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compares the input that a module is called with, with the one that was made ahead.
 
         Raises CompatError if they differ.
         """
-        once = self._in_forward
-        if once is None:
+        results = self._checked_now
+        if results is None:
             return
-        once.to_check.discard(name)
-        if not once.to_check:
-            once.leave()
+        results.to_check.discard(name)
+        if not results.to_check:  # the rest of the forward has no use for results
+            results.stop_replay()
         found = self._slice(name)
-        given, ahead = next(iter((*args, *kwargs.values()))), once.values[found.input]
-        if not _is_same(given, ahead):
+        given, ahead = next(iter((*args, *kwargs.values()))), results.values[found.input]
+        if not _are_same(given, ahead):
             line = found.call.meta["line"]
             raise CompatError(_stale(f"{line} gives {name} another input than ahead of the model"))
 
 
-def _word(mode: bool) -> str:
-    return "in training" if mode else "in evaluation"
+def _mode_name(is_training: bool) -> str:
+    return "in training" if is_training else "in evaluation"
 
 
 def _stale(what: str) -> str:
@@ -201,12 +201,12 @@ def _stale(what: str) -> str:
 
 
 @contextmanager
-def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+def _in_mode(model: nn.Module, is_training: bool) -> Iterator[None]:
     """Puts a model into training or evaluation, and puts the modes of its modules back."""
     before = [(module, module.training) for module in model.modules()]
     try:
-        if model.training != training:
-            model.train(training)
+        if model.training != is_training:
+            model.train(is_training)
         yield
     finally:
         for module, mode in before:
@@ -214,17 +214,26 @@ def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
                 module.training = mode
 
 
-class _Once(TorchFunctionMode):
-    """Operators of a batch's slices with their results, which a later forward takes instead.
+class _Result(NamedTuple):
+    """The result of an operator."""
+
+    value: Any
+    arguments: Any
+    """Kept alive, so that no other object gets their identity."""
+    settings: Hashable
+    """Settings that the value depends on; ``None`` = on none."""
+
+
+class _SliceResults(TorchFunctionMode):
+    """Results of the slices of a batch, which a later forward takes instead of computing them.
 
     An operator has the same result if its tensors are the same objects, not written since, and its
-    other arguments are equal; with floating numbers, autocast and default type too. Arguments are
-    kept, so that no other object gets their identity.
+    other arguments are equal; with floating numbers, autocast and default type too.
     """
 
-    def __init__(self, training: bool) -> None:
+    def __init__(self, is_training: bool) -> None:
         super().__init__()
-        self.training = training
+        self.is_training = is_training
         """Mode of the model that the slices are of."""
         self.values: dict[Node, Any] = {}
         """Values of the slices' nodes."""
@@ -232,13 +241,14 @@ class _Once(TorchFunctionMode):
         """Tensors of the model that slices read: line, tensor and its version."""
         self.to_check: set[str] = set()
         """Modules that the current forward has not called."""
-        self._made: dict[Hashable, list[tuple[Any, Any, Hashable]]] = {}
+        self._by_call: dict[Hashable, list[_Result]] = {}
+        """Results of equal calls, in their order."""
         self._is_recording = self._is_entered = False
-        self._is_pure = True
+        self._has_written = False
 
     def tensors(self) -> list[Tensor]:
         """Lists the tensors that were made."""
-        made = [result for kept in self._made.values() for result, _, _ in kept]
+        made = [result.value for results in self._by_call.values() for result in results]
         return [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
 
     @contextmanager
@@ -249,23 +259,23 @@ class _Once(TorchFunctionMode):
         with torch.inference_mode(False), self:
             yield
         self._is_recording = False
-        if not self._is_pure:
-            self._made.clear()
+        if self._has_written:  # later writes do not repeat, so the forward computes all again
+            self._by_call.clear()
 
     @contextmanager
-    def giving(self) -> Iterator[None]:
-        """Operators of this context take kept results, until :meth:`leave`."""
-        self._is_entered = bool(self._made)
+    def replaying(self) -> Iterator[None]:
+        """Operators of this context take kept results, until :meth:`stop_replay`."""
+        self._is_entered = bool(self._by_call)
         if self._is_entered:
             self.__enter__()
         try:
             yield
         finally:
-            self.leave()
+            self.stop_replay()
 
-    def leave(self) -> None:
-        """Drops the results; ends :meth:`giving` unless the model has entered a mode of its own."""
-        self._made.clear()
+    def stop_replay(self) -> None:
+        """Drops the results, and leaves the mode unless the model has entered one of its own."""
+        self._by_call.clear()
         if self._is_entered and _get_current_function_mode_stack()[-1] is self:
             self._is_entered = False
             self.__exit__(None, None, None)
@@ -276,36 +286,36 @@ class _Once(TorchFunctionMode):
         kwargs = kwargs or {}
         # properties, such as a shape, compute nothing
         is_property = getattr(func, "__name__", "") == "__get__"
-        if is_property or not (self._is_recording or self._made):
+        if is_property or not (self._is_recording or self._by_call):
             return func(*args, **kwargs)
-        key = _key_of((func, args, kwargs))
+        call = _described((func, args, kwargs))
         if not self._is_recording:
-            found = self._made.get(key, [])
-            if found and found[0][2] in (None, _settings()):
-                return found.pop(0)[0]
+            found = self._by_call.get(call, [])
+            if found and found[0].settings in (None, _settings()):
+                return found.pop(0).value
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        # results that are written later are not those of their operators
-        self._is_pure &= key == _key_of((func, args, kwargs))
+        # A written argument has another version now.
+        self._has_written |= call != _described((func, args, kwargs))
         leaves = tree_leaves(result)
         if all(isinstance(leaf, Tensor | int | float) for leaf in leaves):
             is_floating = any(isinstance(x, Tensor) and x.is_floating_point() for x in leaves)
-            own = list(result) if type(result) is list else result
-            kept = own, (args, kwargs), _settings() if is_floating else None
-            self._made.setdefault(key, []).append(kept)
+            own = list(result) if type(result) is list else result  # the model may change its list
+            kept = _Result(own, (args, kwargs), _settings() if is_floating else None)
+            self._by_call.setdefault(call, []).append(kept)
         return result
 
 
-def _key_of(value: Any) -> Hashable:
+def _described(value: Any) -> Hashable:
     """Describes a call so that equal descriptions give equal results."""
     if isinstance(value, Tensor):
         return "tensor", id(value), None if value.is_inference() else value._version
     if isinstance(value, tuple | list):
-        return tuple, *map(_key_of, value)
+        return tuple, *map(_described, value)
     if isinstance(value, dict):
-        return dict, *map(_key_of, value.items())
+        return dict, *map(_described, value.items())
     if isinstance(value, slice):
-        return slice, *map(_key_of, (value.start, value.stop, value.step))
+        return slice, *map(_described, (value.start, value.stop, value.step))
     return type(value), value if isinstance(value, Hashable) else id(value)
 
 
@@ -316,15 +326,13 @@ def _settings() -> Hashable:
     return torch.get_default_dtype(), *casts
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two features are the same ids with the same lengths and weights."""
+def _are_same(one: Any, other: Any) -> bool:
+    """Whether two features have the same keys, ids, lengths and weights."""
     if one is other:
         return True
-    one, other = maybe_td_to_kjt(one, None), maybe_td_to_kjt(other, None)
-    if not isinstance(one, KeyedJaggedTensor) or not isinstance(other, KeyedJaggedTensor):
-        return False
-    parts, others = arguments_of(one) or {}, arguments_of(other) or {}
-    return parts.keys() == others.keys() and all(map(_is_equal, parts.values(), others.values()))
+    parts, others = (arguments_of(maybe_td_to_kjt(each, None)) or {} for each in (one, other))
+    is_alike = bool(parts) and parts.keys() == others.keys()
+    return is_alike and all(map(_is_equal, parts.values(), others.values()))
 
 
 def _is_equal(one: Any, other: Any) -> bool:

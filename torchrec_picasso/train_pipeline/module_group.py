@@ -39,6 +39,10 @@ class ModuleGroup:
         self.row_group = RowGroup.merged([module.group for module in modules.values()])
         self._is_vbe = is_vbe
 
+    def number_of(self, name: str) -> int:
+        """Position of a module in the group, by which its rows are found."""
+        return list(self.modules).index(name)
+
     def check(self, features_of: Mapping[str, KeyedJaggedTensor]) -> None:
         """Refuses what no header reports to other ranks: they must agree on it before the request.
 

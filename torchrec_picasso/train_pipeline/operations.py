@@ -168,8 +168,8 @@ class Operations:
         for each in inflight.groups:
             # The model calls the module later; the call waits for the rows of its micro-batch
             # (InterleavedForward in rewrite.py, then sharding/output_dist.py).
-            for number, (name, module) in enumerate(each.group.modules.items()):
-                acquired = inflight.acquire(run.micro_batches, each, name, number, trains=True)
+            for name, module in each.group.modules.items():
+                acquired = inflight.acquire(run.micro_batches, each, name, trains=True)
                 module.forward.set_compute(partial(each.group.output, name, acquired))
         inflight.compute_full_outputs(self.pipelined.plain)
         sizes = [each.num_samples for each in runs]
@@ -240,9 +240,8 @@ class Operations:
     def _update(self, inflight: InFlightBatch, wave: int | None = None) -> None:
         """Updates home rows and replicas, and releases the rows' memory after the last pack."""
         for each in inflight.groups:
-            # modules by position in the group, whose rows must not be updated
-            numbers = enumerate(each.group.modules)
-            untrained = {n for n, name in numbers if not self._is_trained.get(name, True)}
+            names = [name for name in each.group.modules if not self._is_trained.get(name, True)]
+            untrained = set(map(each.group.number_of, names))
             if update_rows(each.group.row_group, [each.gradients], wave, untrained):
                 each.rows.release()
 

@@ -82,32 +82,11 @@ class PipelinedModel:
         pipeline_postproc: bool,
     ) -> None:
         self.device, self.pg = device, process_group_of(model)
+        self.id_stream = id_stream
         self.inner = inner_model(model)
         """The model inside its wrapper."""
-        # the tracer runs the forward with proxies, which may change the model's own state
-        with without_a_trace(self.inner, device), explained_tracing(), held_warnings() as held:
-            self.pipelined, _, self._original_forwards, self.postproc_modules, changed = (
-                rewrite_model(
-                    model=model,
-                    context=context,
-                    dist_stream=id_stream.stream,
-                    default_stream=torch.get_device_module(device).current_stream(),
-                    batch=batch,
-                    apply_jit=False,
-                    pipelined_forward=InterleavedForward,
-                    pipeline_postproc=pipeline_postproc,
-                )
-            )
-            self.made_ahead = MadeAhead(self.inner, changed)
-            """Inputs that the model makes between the batch and its tables."""
-            if batch is not None and self.made_ahead.names:
-                with id_stream.working():
-                    id_stream.take_batch(batch)
-                    self.made_ahead.try_on(batch, self.pg, device)
-        for name in self.made_ahead.names:
-            self._pipeline(name, context, id_stream.stream)
-        for record in held if set(changed) - set(self.made_ahead.names) or not changed else ():
-            logging.getLogger(record.name).handle(record)
+        refused = self._rewrite(model, batch, context, pipeline_postproc)
+        self._unpipelined = unpipelined_modules(self.inner, self.pipelined, refused)
         self._dist_forwards: dict[str, list[Callable[..., Any]]] = {}
         """Input dist forwards of the plain modules, before their splits were joined."""
         self.interleaved: dict[str, Any] = {}
@@ -117,10 +96,7 @@ class PipelinedModel:
         self._why_plain: dict[str, str] = {}
         self._named = [(module.forward.name, module) for module in self.pipelined]
         for name, module in self._named:
-            self._take(name, module)
-        refused = {name: self.made_ahead.refused.get(name, "") for name in changed}
-        self._unpipelined = unpipelined_modules(self.inner, self.pipelined, refused)
-        self.id_stream = id_stream
+            self._sort_in(name, module)
         self.first_batch = FirstBatchFacts()
         """Facts about the first batch; set by :meth:`examine_first_batch`."""
         self.groups: Sequence[ModuleGroup] = ()
@@ -130,19 +106,49 @@ class PipelinedModel:
         self.num_prepared = [0, 0]
         """Exchanges of prepared batches whose ids the step read again, and those that used them."""
 
-    def _pipeline(
-        self, name: str, context: TrainPipelineContext, stream: torch.Stream | None
-    ) -> None:
-        """Pipelines a module whose input is made ahead, as TorchRec pipelines the others."""
-        module: Any = self.inner.get_submodule(name)
-        arguments = self.made_ahead.arguments(name)
-        self._original_forwards.append(module.forward)
-        self.pipelined.append(module)
-        module.is_pipelined = True
-        module.forward = InterleavedForward(name, arguments, module, context, stream)
-        module.forward.check = partial(self.made_ahead.check, name)
+    def _rewrite(
+        self, model: nn.Module, batch: Any, context: TrainPipelineContext, pipeline_postproc: bool
+    ) -> dict[str, str]:
+        """Replaces the forwards of modules that read their input off the batch, as TorchRec does,
+        and of those whose input is made ahead.
 
-    def _take(self, name: str, module: Any) -> None:
+        Returns why other modules, whose input the model makes, have their own forward, by name.
+        """
+        device, id_stream = self.device, self.id_stream
+        # the tracer runs the forward with proxies, which may change the model's own state
+        with without_a_trace(self.inner, device), explained_tracing(), held_warnings() as held:
+            found = rewrite_model(
+                model=model,
+                context=context,
+                dist_stream=id_stream.stream,
+                default_stream=torch.get_device_module(device).current_stream(),
+                batch=batch,
+                apply_jit=False,
+                pipelined_forward=InterleavedForward,
+                pipeline_postproc=pipeline_postproc,
+            )
+            self.pipelined, _, self._original_forwards, self.postproc_modules, made_inside = found
+            self.made_ahead = MadeAhead(self.inner, made_inside)
+            """Inputs that the model makes between the batch and its tables."""
+            if batch is not None and self.made_ahead.names:
+                with id_stream.working():
+                    id_stream.take_batch(batch)
+                    self.made_ahead.examine(batch, self.pg, device)
+        for name in self.made_ahead.names:  # as TorchRec pipelines the others
+            module: Any = self.inner.get_submodule(name)
+            arguments = self.made_ahead.arguments(name)
+            self._original_forwards.append(module.forward)
+            self.pipelined.append(module)
+            module.is_pipelined = True
+            module.forward = InterleavedForward(name, arguments, module, context, id_stream.stream)
+            module.forward.check = partial(self.made_ahead.check, name)
+        # TorchRec warns of the modules that it leaves out; not if all of them are made ahead
+        if set(made_inside) - set(self.made_ahead.names) or not made_inside:
+            for record in held:
+                logging.getLogger(record.name).handle(record)
+        return {name: self.made_ahead.refused.get(name, "") for name in made_inside}
+
+    def _sort_in(self, name: str, module: Any) -> None:
         """Adds a module to the interleaved or to the plain ones, or its two parts to both."""
         scheduled = as_scheduled(module)
         if scheduled is not None:
