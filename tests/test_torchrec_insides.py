@@ -37,7 +37,7 @@ INHERITED: dict[str, set[str]] = {
         *("_last_stored_module", "_last_stored_search_space"),
         *("_estimators", "_sharder_data_map"),
     },
-    "EmbeddingShardingPlanner": {"_enumerator", "_topology"},
+    "EmbeddingShardingPlanner": {"_enumerator", "_storage_reservation", "_topology"},
     "FeatureProcessedEmbeddingBagCollectionSharder": {"_ebc_sharder"},
     "GroupedEmbeddingsLookup": {"_emb_modules"},
     "GroupedPooledEmbeddingsLookup": {"_emb_modules"},

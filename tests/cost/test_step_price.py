@@ -125,7 +125,9 @@ def test_memory_counts_homes_replicas_and_state() -> None:
     assert memory["home"] == pytest.approx(50 * 16 * 4 * 1.5)
     assert memory["replica"] == pytest.approx(3 * 16 * 4 * 1.5)
     assert memory["optimizer"] == pytest.approx(53 * 16 * 4 * 0.5)
-    assert memory["buffers"] > 0
+    wide = TableWork(load(dim=256), world_size=2)
+    whole, cut = (hot_cold_memory_bytes([wide], [0], num_parts)["buffers"] for num_parts in (1, 4))
+    assert 0 < cut < whole  # gradients of outputs are those of one micro-batch
 
 
 ROWS, BATCH, DIM = 2000, 512, 64

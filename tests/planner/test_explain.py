@@ -67,7 +67,8 @@ def test_a_slow_network_takes_the_exchange() -> None:
     assert frame["why"].str.startswith("hot/cold").all()
     assert list(frame.columns) == [
         *("table", "rows", "dim", "placement", "form", "wave", "hot_rows", "coverage"),
-        *("lookups", "unique_rows", "cold_rows", "home_bytes", "replica_bytes", "why"),
+        *("lookups", "unique_rows", "cold_rows", "row_wise_load"),
+        *("home_bytes", "replica_bytes", "why"),
     ]
     json.dumps(frame.to_dict("records"))
 
@@ -137,6 +138,15 @@ def test_homes_follow_the_load() -> None:
     summary = summarize(planner.decision)
     assert summary["even_home_max_over_mean"] > 1.9
     assert summary["home_max_over_mean"] < 1.1
+    over = summary["busiest_over_mean"]
+    assert over["served_bytes"] == pytest.approx(summary["home_max_over_mean"])
+    assert over["row_wise"] == pytest.approx(2.0)  # row 0 of each table is on rank 0
+    assert planner.explain()["row_wise_load"].tolist() == pytest.approx([2.0] * len(ROWS))
+    _, sent, memory = zip(*(rank.values() for rank in summary["ranks"]))
+    assert sum(sent) / 2 == pytest.approx(summary["sent_bytes"])
+    assert memory[1] > memory[0]
+    means = [summary["memory_bytes"][name] for name in ("home", "replica", "buffers")]
+    assert sum(memory) / 2 == pytest.approx(sum(means))
 
 
 def test_the_same_input_gives_the_same_plan_in_another_process() -> None:

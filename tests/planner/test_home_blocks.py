@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.rank_load import by_frequency, measure, read_columns
 from tests.frequency.test_criteo import FEATURES, ROWS
 from torchrec_picasso.app.zoo.data.criteo import hash_ids
 from torchrec_picasso.app.zoo.data.criteo_files import read_criteo
@@ -26,6 +27,7 @@ def table(rows: int, load: np.ndarray, spread: float = 0.0) -> RowLoads:
         num_embeddings=rows,
         rows_U=np.arange(load.size),
         load_U=load.astype(np.float64),
+        gap_load_U1=np.zeros(load.size + 1),
         spread_load=spread,
     )
 
@@ -44,11 +46,14 @@ def test_every_row_has_one_home(data: st.DataObject, world_size: int, most_rows:
         rows = data.draw(st.integers(1, most_rows))
         seen = sorted(data.draw(st.sets(st.integers(0, rows - 1))))
         loads = [data.draw(st.floats(0, 100)) for _ in seen]
+        gaps = np.diff(seen, prepend=-1, append=rows) - 1
+        gap_loads = np.array([data.draw(st.floats(0, 100)) if gap else 0.0 for gap in gaps])
         tables.append(
             RowLoads(
                 num_embeddings=rows,
                 rows_U=np.array(seen, dtype=np.int64),
                 load_U=np.array(loads, dtype=np.float64),
+                gap_load_U1=gap_loads,
                 spread_load=data.draw(st.floats(0, 100)),
             )
         )
@@ -64,6 +69,10 @@ def test_every_row_has_one_home(data: st.DataObject, world_size: int, most_rows:
     for cut, of in zip(homes.block_rows_TW, tables):
         dense = np.full(of.num_embeddings, of.spread_load / of.num_embeddings)
         dense[of.rows_U] += of.load_U
+        gaps = np.split(np.arange(of.num_embeddings), of.rows_U)
+        for gap, load in zip(gaps, of.gap_load_U1):
+            rows_of_gap = np.setdiff1d(gap, of.rows_U)
+            dense[rows_of_gap] += load / max(1, rows_of_gap.size)
         loads += [part.sum() for part in np.split(dense, np.cumsum(cut)[:-1])]
     if loads.sum() > 1e-6:
         assert homes.max_over_mean == pytest.approx(loads.max() / loads.mean(), rel=1e-6)
@@ -96,7 +105,11 @@ def test_rows_that_nobody_requests_are_no_reason_for_an_empty_block(seen: object
     rows_U = np.array(seen, dtype=np.int64)
     for load in (0.0, 1e6):
         of = RowLoads(
-            num_embeddings=8, rows_U=rows_U, load_U=np.full(rows_U.size, load), spread_load=0.0
+            num_embeddings=8,
+            rows_U=rows_U,
+            load_U=np.full(rows_U.size, load),
+            gap_load_U1=np.zeros(rows_U.size + 1),
+            spread_load=0.0,
         )
         for world_size in range(1, 12):
             for blocks in balance_homes([of, of], world_size).block_rows_TW:
@@ -110,6 +123,21 @@ def test_equal_blocks_are_torchrecs() -> None:
     assert filled_blocks(5, 4) == (2, 1, 1, 1)
     balanced = balance_homes([table(8, np.ones(8))], 4)
     assert balanced.block_rows_TW == ((2, 2, 2, 2),)
+
+
+@pytest.mark.parametrize("stream", ["zipf_0.8", "zipf_1.1", "zipf_1.4"])
+def test_ids_in_order_of_frequency_are_asked_for_evenly(stream: str) -> None:
+    """Of the rows of a batch most were never counted; they are near rows that were counted once."""
+    found = measure(read_columns(stream, ""), 4096, 4)
+    assert found["lookups"] > 2.9
+    assert found["distinct_equal"] > 2.8
+    assert found["distinct_cut"] <= 1.03
+
+
+def test_ids_by_counted_frequency_leave_rows_without_a_count_to_the_end() -> None:
+    ids = read_columns("zipf_1.1", "")["item"]
+    found = measure({"item": by_frequency(ids * 7919 % 1_000_003, len(ids) // 2)}, 4096, 4)
+    assert found["distinct_cut"] <= 1.2 < found["distinct_equal"]
 
 
 BATCH_SIZE = 4096

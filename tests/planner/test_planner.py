@@ -39,7 +39,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from benchmarks.planning_time import Workload, main, plan_ours
 from tests.planner.samples import DIM, ROWS, AbleSharder, Model, stats, topology
-from tests.support.tables import Table, bags_of
+from tests.support.tables import Table, bags_of, stats_of, tables_of
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_planner
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost import CommCurves, LocalCosts
@@ -93,20 +93,46 @@ def test_replicas_that_do_not_fit_are_refused_by_the_planner() -> None:
     # with a replica of all of b beside them
     capacity = 4 * DIM * sum(ROWS.values())
 
-    def plan(hot_rows: int) -> ShardingPlan:
+    def plan(hot_rows: int, capacity: int = capacity) -> ShardingPlan:
         devices = Topology(world_size=2, compute_device="cpu", ddr_cap=capacity)
         planner = hot_cold_planner(devices, hot_rows={"b": hot_rows}, batch_size=1)
         return planner.plan(Model(), [AbleSharder()])
 
     assert hot_rows_of(plan(0))["b"] == []
     message = (
-        r"table 'b' with [\d,]+, 3,200 of them replicas\. .* ddr_cap of .* at least [\d,]+, or "
+        r"on rank 0, .* table 'b' with [\d,]+, 3,200 of them replicas\. .* at least [\d,]+, or "
         r"request at most \d+ hot rows instead of 100"
     )
     with pytest.raises(PlanError, match=message) as caught:
         plan(ROWS["b"])
     most = int(re.search(r"at most (\d+)", str(caught.value)).group(1))  # type: ignore[union-attr]
     assert hot_rows_of(plan(most))["b"] == list(range(most))
+    sufficient = int(re.search(r"at least ([\d,]+)", str(caught.value)).group(1).replace(",", ""))  # type: ignore[union-attr]
+    assert len(hot_rows_of(plan(ROWS["b"], sufficient))["b"]) == ROWS["b"]
+    with pytest.raises(PlanError, match=f"at least {sufficient:,}"):
+        plan(ROWS["b"], sufficient - 2)
+
+
+def test_home_blocks_of_equal_load_give_way_to_memory() -> None:
+    """Equal load puts the last 80 % of the rows on one rank."""
+    num_rows, counts = 10_000, torch.full((4_000,), 9)
+    found = stats_of({"t": num_rows}, lambda rows: counts, 8, 100)
+
+    def largest_block(share: float) -> int:
+        """With memory for ``share`` of the table on each rank."""
+        capacity = int(num_rows * 4 * DIM * share)
+        devices = Topology(world_size=2, compute_device="cpu", ddr_cap=capacity)
+        planner = hot_cold_planner(devices, found, hot_rows=0, batch_size=1, debug=False)
+        model = nn.ModuleDict({"pooled": bags_of(tables_of({"t": num_rows}, DIM), "meta")})
+        sharding = planner.plan(model, [AbleSharder()]).plan["pooled"]["t"]  # type: ignore[index]
+        return max(shard.shard_sizes[0] for shard in sharding.sharding_spec.shards)
+
+    assert largest_block(2.0) == pytest.approx(8_000, rel=0.01)
+    assert 5_500 < largest_block(0.9) < 0.85 * 0.9 * num_rows
+    assert largest_block(0.7) <= 5_950
+    assert largest_block(0.55) == 5_000
+    with pytest.raises(PlanError, match=r"bytes of ddr on rank 0, .* the largest is table 't'"):
+        largest_block(0.45)
 
 
 def test_replicas_of_uvm_homes_must_fit_in_hbm() -> None:
@@ -126,7 +152,7 @@ def test_replicas_of_uvm_homes_must_fit_in_hbm() -> None:
     assert fits.plan["pooled"]["b"].compute_kernel == "fused_uvm"
     assert hot_rows_of(fits)["b"] == list(range(ROWS["b"] // 2))
     message = (
-        r"bytes of hbm per rank.* 3,200 of them replicas\. .* hbm_cap of .* at least [\d,]+, or req"
+        r"bytes of hbm on rank 0.* 3,200 of them replicas\. .* hbm_cap of .* at least [\d,]+, or re"
     )
     with pytest.raises(PlanError, match=message):
         plan(ROWS["b"], homes_alone)

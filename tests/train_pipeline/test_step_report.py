@@ -23,15 +23,15 @@ def _hot(table: str) -> set[int]:
     return set(sorted(range(rows), key=lambda row: (row % 3, row))[: int(JOB.placement[table])])
 
 
-def _coverage(batch: Batch) -> float:
-    """Share of a batch's distinct rows that are hot, table by table."""
+def _hot_and_cold(batch: Batch) -> tuple[int, int]:
+    """Numbers of hot and cold rows among a batch's distinct rows."""
     features = batch.sparse_features.to_dict()
     used = {
         "a": set(features["f0"].values().tolist()),
         "b": set(features["f1"].values().tolist()) | set(features["f2"].values().tolist()),
     }
     hot = sum(len(rows & _hot(table)) for table, rows in used.items())
-    return hot / sum(map(len, used.values()))
+    return hot, sum(map(len, used.values())) - hot
 
 
 def _watched(rank: int, world_size: int, setting: tuple[int, bool]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _watched(rank: int, world_size: int, setting: tuple[int, bool]) -> dict[str,
     return {
         "frame": reports.to_frame(),
         "metered": metered,
-        "coverage": [_coverage(batch) for batch in batches],
+        "hot_and_cold": [_hot_and_cold(batch) for batch in batches],
     }
 
 
@@ -100,7 +100,8 @@ def test_figures_are_right(setting: tuple[int, bool]) -> None:
         frame = found[setting]["frame"]
         assert frame["step"].tolist() == list(range(JOB.num_steps))
         assert frame["num_samples"].tolist() == [JOB.batch_size(rank)] * JOB.num_steps
-        assert frame["coverage"].tolist() == pytest.approx(found[setting]["coverage"])
+        coverage = [hot / (hot + cold) for hot, cold in found[setting]["hot_and_cold"]]
+        assert frame["coverage"].tolist() == pytest.approx(coverage)
         metered = [found[setting]["metered"][step] for step in NOT_CHECKED]
         assert frame["sent_bytes"][list(NOT_CHECKED)].tolist() == metered
         assert min(metered) > 0
@@ -114,6 +115,15 @@ def test_figures_are_right(setting: tuple[int, bool]) -> None:
         assert frame["peak_bytes"].is_monotonic_increasing
         assert frame["peak_bytes"].min() > 1 << 26  # torch alone takes as much
         assert frame["num_moved"].sum() == 0
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_home_ranks_serve_all_rows_that_are_asked_for(setting: tuple[int, bool]) -> None:
+    ranks = [found[setting] for found in run_once(_run, 2)]
+    asked = [[cold for _, cold in found["hot_and_cold"]] for found in ranks]
+    served = [found["frame"]["served_rows"].tolist() for found in ranks]
+    assert list(map(sum, zip(*served))) == list(map(sum, zip(*asked)))
+    assert all(min(rows) > 0 for rows in served)
 
 
 def test_steps_without_hot_cold_tables_are_reported() -> None:

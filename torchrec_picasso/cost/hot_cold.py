@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.cost.local import LocalCosts, LocalWork
 from torchrec_picasso.cost.table_work import Summable, TableWork
 from torchrec_picasso.placement import Form
@@ -26,6 +27,14 @@ _LARGEST_INT32 = 2**31 - 1
 # 2.9 ms with 5,900, 3.7 ms with 21,700 of D=64 (four packs): 0.3 to 1.0 ns for each of four copies
 # of an element, beside the cost of a pack.
 _COPY_NS = 0.7
+
+_MATRICES = (2.75, 4.1)
+"""Rows held at the peak of a step, per distinct row of the batch: of a whole batch, and in
+micro-batches. Two or three matrices with their slack, and rows that are being sent."""
+_LOOKUP_BYTES = (100, 170)
+"""Of ids and positions, per lookup, likewise. Predictions of sequences and of pooled tables are
+within 10 % of measured peaks (``benchmarks.sequence_memory``, docs/dev/log.md)."""
+_SAMPLES = 1000  # of which micro-batches have shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,11 +195,16 @@ def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> di
     }
 
 
-def hot_cold_memory_bytes(works: Sequence[TableWork], num_hot: Sequence[float]) -> dict[str, float]:
+def hot_cold_memory_bytes(
+    works: Sequence[TableWork], num_hot: Sequence[float], num_parts: int = 1
+) -> dict[str, float]:
     """Predicts the bytes of hot/cold tables per rank: weights and optimizer state in ``home`` and
-    ``replica``, the optimizer state in both, and ``buffers`` of sent and fetched rows, pooled
-    output, and their gradients."""
+    ``replica``, the optimizer state in both, and ``buffers`` of a step in ``num_parts``
+    micro-batches with lookahead: rows, output, and their gradients."""
     home = replica = optimizer = buffers = 0.0
+    sizes_K = micro_batch_sizes(_SAMPLES, num_parts)
+    matrices, lookup_bytes = _MATRICES[num_parts > 1], _LOOKUP_BYTES[num_parts > 1]
+    with_gradient = 1 + max(sizes_K) / _SAMPLES
     for work, hot in zip(works, num_hot):
         load = work.load
         at_home = load.num_embeddings / work.world_size
@@ -198,6 +212,6 @@ def hot_cold_memory_bytes(works: Sequence[TableWork], num_hot: Sequence[float]) 
         replica += hot * load.row_bytes
         state_bytes = load.row_bytes * (load.optimizer_share / (1 + load.optimizer_share))
         optimizer += (at_home + hot) * state_bytes
-        # 4: fetched and sent rows with gradients; 2: output and gradient
-        buffers += (4 * work.unique + 2 * load.bags) * load.dim * _WIRE_BYTES
+        vectors = matrices * work.unique + with_gradient * load.bags
+        buffers += vectors * load.dim * _WIRE_BYTES + load.lookups * lookup_bytes
     return {"home": home, "replica": replica, "optimizer": optimizer, "buffers": buffers}

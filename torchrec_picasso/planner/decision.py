@@ -12,17 +12,18 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.cost.step_price import StepPricer
-from torchrec_picasso.cost.table_work import TableWork
+from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
 from torchrec_picasso.placement import HotColdParams, pack_key
 from torchrec_picasso.planner.choice import Choice, TableInfo, choose
-from torchrec_picasso.planner.home_blocks import HomeBlocks, RowLoads, balance_homes
+from torchrec_picasso.planner.home_blocks import HomeBlocks, RowLoads, balance_homes, even_blocks
 from torchrec_picasso.schedule.setting_choice import pieces_for
 
 
@@ -37,6 +38,9 @@ class Decision(Choice):
     """Home blocks of the row-exchanged tables; ``None`` = no statistics or no such tables."""
     block_rows: Mapping[int, tuple[int, ...]]
     """Number of home rows on each rank, by position of each table in ``homes``."""
+    row_wise_TW: tuple[tuple[float, ...], ...]
+    """Elements that stock row-wise sharding looks up for one rank's batch, by table and home rank;
+    empty without statistics."""
     curves: CommCurves
     world_size: int
     batch_size: int  # samples per rank and step
@@ -57,8 +61,9 @@ def decide(
 ) -> Decision:
     """Chooses the placement of each table, its hot rows, and its home blocks.
 
-    Arguments as for ``hot_cold_planner``; ``replica_budget_bytes``, per rank, is used only with
-    ``hot_rows=None``. PlanError if statistics are of other tables, or hot rows do not exist.
+    Arguments as for ``hot_cold_planner``; ``replica_budget_bytes``, per rank: chosen hot rows and
+    unequal home blocks take no more. PlanError if statistics are of other tables, or hot rows do
+    not exist.
     """
     able = {t.load.name: t.load.num_embeddings for t in tables if t.not_hot_cold is None}
     if stats is not None:
@@ -80,14 +85,19 @@ def decide(
         choice = choose(tables, pricer, given_hot=given)
     homes, in_rows = None, [i for i, form in enumerate(choice.forms) if form == "rows"]
     if stats is not None and in_rows:
-        loads = [_row_loads(choice.works[i], hot_sets, stats) for i in in_rows]
-        homes = balance_homes(loads, world_size)
+        works = [choice.works[i] for i in in_rows]
+        loads = [_row_loads(work, hot_sets, stats) for work in works]
+        replicas = sum(hot_sets[work.load.name].numel() * work.load.row_bytes for work in works)
+        homes = balance_homes(loads, world_size, max(0.0, replica_budget_bytes - replicas))
     return Decision(
         **vars(choice),
         tables=tuple(tables),
         placements=_placements(tables, choice, hot_sets, num_waves),
         homes=homes,
         block_rows=dict(zip(in_rows, homes.block_rows_TW)) if homes is not None else {},
+        row_wise_TW=tuple(_row_wise_loads(table.load, stats, world_size) for table in tables)
+        if stats is not None
+        else (),
         curves=curves,
         world_size=world_size,
         batch_size=batch_size,
@@ -165,23 +175,43 @@ def balance_waves(tables: Sequence[tuple[Hashable, float]], num_waves: int) -> l
 def _row_loads(work: TableWork, hot_sets: Mapping[str, Tensor], stats: FrequencyStats) -> RowLoads:
     """Estimates the elements that one rank requests per step, by row of a table.
 
-    Rows seen once do not predict the rows of the next batch: their load is spread evenly over the
-    table, like the load of unseen rows (Good 1953).
+    Rows seen once do not predict the rows of the next batch, but where those are: near them are as
+    many rows that were not seen (Good 1953, in each part of the table). So each gives an equal
+    share of their load to the next rows without a count, wherever the frequent ids are.
     """
     counts, hot_H = stats.tables[work.load.name], hot_sets[work.load.name]
-    again_U = counts.counts_U > 1
-    rows_U, counts_U = counts.rows_U[again_U], counts.counts_U[again_U]
-    spectrum = work.load.spectrum
+    rows_U, counts_U, spectrum = counts.rows_U.numpy(), counts.counts_U, work.load.spectrum
     assert spectrum is not None
     # load of a row = probability that one rank's batch uses it, looked up by its count
-    used = torch.from_numpy(work.used_K[::-1].copy())
-    place_U = torch.searchsorted(spectrum.counts_K.flip(0), counts_U.double())
-    load_U = used[place_U.clamp(max=used.numel() - 1)]
-    load_U[torch.isin(rows_U, hot_H)] = 0.0  # hot rows are not requested
+    place_U = torch.searchsorted(spectrum.counts_K.flip(0), counts_U.double()).numpy()
+    load_U = work.used_K[::-1][place_U.clip(max=work.used_K.size - 1)]
+    is_hot_U = torch.isin(counts.rows_U, hot_H).numpy()
+    is_once_U = (counts_U == 1).numpy() & ~is_hot_U
+    load_U[is_once_U | is_hot_U] = 0.0  # hot rows are not requested
     dim, cold = float(work.load.dim), work.split(hot_H.numel()).cold_used
+    rest, gap_load_U1 = max(0.0, cold - float(load_U.sum())), np.zeros(rows_U.size + 1)
+    once = np.flatnonzero(is_once_U)
+    gaps = np.flatnonzero(np.diff(rows_U, prepend=-1, append=work.load.num_embeddings) > 1)
+    if once.size and gaps.size:
+        following = np.searchsorted(gaps, once + 1).clip(max=gaps.size - 1)
+        np.add.at(gap_load_U1, gaps[following], rest / once.size)
+        rest = 0.0
     return RowLoads(
         num_embeddings=work.load.num_embeddings,
-        rows_U=rows_U.numpy(),
-        load_U=load_U.numpy() * dim,
-        spread_load=max(0.0, cold - float(load_U.sum())) * dim,
+        rows_U=rows_U,
+        load_U=load_U * dim,
+        gap_load_U1=gap_load_U1 * dim,
+        spread_load=rest * dim,
+        row_bytes=work.load.row_bytes,
     )
+
+
+def _row_wise_loads(load: TableLoad, stats: FrequencyStats, world_size: int) -> tuple[float, ...]:
+    """Computes the elements that each rank looks up for one rank's batch with equal blocks."""
+    counts = stats.tables.get(load.name)
+    if counts is None:
+        return (load.lookups * load.dim / world_size,) * world_size
+    ends_W = np.cumsum(even_blocks(load.num_embeddings, world_size))
+    home_U = np.searchsorted(ends_W, counts.rows_U.numpy(), side="right")
+    lookups_W = np.bincount(home_U, counts.counts_U.numpy(), minlength=world_size)
+    return tuple((lookups_W / max(lookups_W.sum(), 1) * load.lookups * load.dim).tolist())

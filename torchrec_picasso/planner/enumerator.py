@@ -56,6 +56,8 @@ class HotColdEnumerator(EmbeddingEnumerator):
         super().__init__(topology, batch_size, **kwargs)
         self.only_decided = False
         """Whether a table has only the option of the decided plan, not all options."""
+        self.has_spare_memory = True
+        """Whether the decision may take memory beyond the tables spread evenly."""
         self._topology, self._frequency_stats = topology, stats
         self._hot_rows, self._num_waves, self._dense_ms = hot_rows, num_waves, dense_ms
         self._has_prices = curves is not None or hot_rows is None
@@ -146,9 +148,8 @@ class HotColdEnumerator(EmbeddingEnumerator):
         dense = dataclasses.replace(self._curves.dense or DenseTimes(), parameter_bytes=dense_bytes)
         if self._dense_ms is not None:
             dense = DenseTimes.from_total(self._dense_ms, dense_bytes)
-        budget_bytes = float("inf")
-        if self._hot_rows is None:  # the cost model chooses: memory that is free for replicas
-            by_path = list(options_by_path.values())
+        by_path, budget_bytes = list(options_by_path.values()), 0.0
+        if self.has_spare_memory:
             for estimator in self._estimators:
                 if isinstance(estimator, EmbeddingStorageEstimator):
                     options = list(chain.from_iterable(by_path))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrec_picasso.cost.hot_cold import hot_cold_memory_bytes
+from torchrec_picasso.cost.stock import max_over_mean
 from torchrec_picasso.planner.decision import Decision
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_WIRE_BYTES = 4  # a float32 element
 
 
 def explain(decision: Decision) -> pd.DataFrame:
@@ -16,8 +20,9 @@ def explain(decision: Decision) -> pd.DataFrame:
 
     Columns: ``table, rows, dim, placement, form`` (``rows`` or ``bags``) and ``wave`` (both missing
     for stock tables), ``hot_rows, coverage`` (share of lookups of hot rows), ``lookups,
-    unique_rows, cold_rows`` (expected, per rank and step), ``home_bytes, replica_bytes`` (per rank,
-    if hot/cold), ``why``.
+    unique_rows, cold_rows`` (expected, per rank and step), ``row_wise_load`` (lookups of the
+    busiest rank over the mean under stock row-wise sharding; missing without statistics),
+    ``home_bytes, replica_bytes`` (mean per rank, if hot/cold), ``why``.
     """
     import pandas as pd
 
@@ -32,7 +37,9 @@ def summarize(decision: Decision) -> dict[str, Any]:
     ``num_micro_batches`` (``None`` = nothing is interleaved). ``wire_ms`` and ``compute_ms``: lower
     bounds of ``step_ms``. ``dense_ms``: the dense part, 0 if not known. ``priced_ms``: the step of
     each priced plan, empty if the caller gave ``hot_rows``. ``stock_ms``, ``stock_sent_bytes`` and
-    ``speedup`` are ``None`` if a table has no stock option.
+    ``speedup`` are ``None`` if a table has no stock option. ``ranks``: bytes of each rank, those of
+    stock tables and of bags as means. ``busiest_over_mean``: by quantity the busiest rank over the
+    mean, of stock ``row_wise`` (lookups) and ``table_wise`` (bags) too.
     """
     step, homes, curves = decision.step, decision.homes, decision.curves
     chosen = [index for index, form in enumerate(decision.forms) if form]
@@ -53,9 +60,11 @@ def summarize(decision: Decision) -> dict[str, Any]:
         "sent_bytes": sum(decision.sent_bytes.values()),
         "priced_ms": dict(decision.priced_ms),
         **{"stock_ms": None, "stock_sent_bytes": None, "speedup": None},
-        "memory_bytes": hot_cold_memory_bytes(works, num_hot),
+        "memory_bytes": hot_cold_memory_bytes(works, num_hot, step.num_micro_batches),
         "home_max_over_mean": homes.max_over_mean if homes is not None else None,
         "even_home_max_over_mean": homes.even_max_over_mean if homes is not None else None,
+        "ranks": (ranks := _ranks(decision)),
+        "busiest_over_mean": _busiest_over_mean(decision, ranks),
         "curves": curves.mismatch(world_size=decision.world_size, device=curves.device)
         or "of this world size",
     }
@@ -64,6 +73,52 @@ def summarize(decision: Decision) -> dict[str, Any]:
         summary["stock_sent_bytes"] = sum(stock.sent_bytes.values())
         summary["speedup"] = stock.step.step_ms / step.step_ms if step.step_ms else None
     return summary
+
+
+def _ranks(decision: Decision) -> list[dict[str, float]]:
+    """Predicts what each rank serves, sends and stores for hot/cold tables in one step."""
+    world_size, homes = decision.world_size, decision.homes
+    num_hot = decision.num_hot
+    works = [(i, work) for i, work in enumerate(decision.works) if decision.forms[i]]
+    load_W = homes.load_W if homes is not None else (0.0,) * world_size
+    all_bytes = sum(load_W) * _WIRE_BYTES  # of the rows that a rank requests, its own included
+    others = sum(decision.sent_bytes.values()) - 2 * all_bytes * (world_size - 1) / world_size
+    parts = decision.step.num_micro_batches
+    each = [work for _, work in works]
+    memory = hot_cold_memory_bytes(each, [num_hot[i] for i, _ in works], parts)
+    found = []
+    for rank, load in enumerate(load_W):
+        served = load * _WIRE_BYTES * (world_size - 1)  # rows to other ranks
+        gradients = all_bytes - load * _WIRE_BYTES
+        blocks = ((work, decision.block_rows.get(i)) for i, work in works)
+        home = sum(
+            (rows_W[rank] if rows_W else work.load.num_embeddings / world_size)
+            * work.load.row_bytes
+            for work, rows_W in blocks
+        )
+        found.append(
+            {
+                "served_bytes": served,
+                "sent_bytes": others + served + gradients,
+                "memory_bytes": home + memory["replica"] + memory["buffers"],
+            }
+        )
+    return found
+
+
+def _busiest_over_mean(
+    decision: Decision, ranks: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    found = {name: _over_mean([rank[name] for rank in ranks]) for name in ranks[0]}
+    if decision.row_wise_TW:
+        found["row_wise"] = _over_mean([sum(loads_T) for loads_T in zip(*decision.row_wise_TW)])
+    loads = [work.load for work in decision.works]
+    return found | {"table_wise": max_over_mean("table_wise", loads, decision.world_size)}
+
+
+def _over_mean(loads_W: Sequence[float]) -> float:
+    total = sum(loads_W)
+    return max(loads_W) * len(loads_W) / total if total else 1.0
 
 
 def why_nothing_is_hot_cold(decision: Decision) -> str | None:
@@ -92,6 +147,7 @@ def _line(decision: Decision, index: int) -> dict[str, Any]:
         "lookups": load.lookups,
         "unique_rows": work.unique,
         "cold_rows": split.cold_used,
+        "row_wise_load": _over_mean(decision.row_wise_TW[index]) if decision.row_wise_TW else None,
         "home_bytes": memory["home"],
         "replica_bytes": memory["replica"],
         "why": _why(decision, index),

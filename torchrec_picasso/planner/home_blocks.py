@@ -4,12 +4,12 @@ Stock row-wise sharding gives all ranks the same number of rows. If frequent row
 (ids in order of frequency or age), one rank gets most requests. Here the block boundaries follow
 the cumulative expected load. Tables are split one after another, those with the heaviest rows
 first, and each split considers the loads of the ranks so far: a later table compensates the
-imbalance of earlier tables.
+imbalance of earlier tables. Equal loads may need very unequal numbers of rows: if the largest rank
+has no memory for them, loads give way.
 
 Blocks are contiguous and in rank order, like TorchRec's row-wise shards, so checkpoints are those
 of stock TorchRec. A checkpoint identifies blocks by their first row, so an empty block must not
 precede a non-empty one: each rank gets a row if there are enough rows, and empty blocks come last.
-A small load of every row limits the rows, and so the memory, of a rank.
 
 Shape letters: U rows with a load of their own, T tables, W ranks.
 """
@@ -21,10 +21,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
-_EVENNESS = 0.02
-"""Additional load of all rows of a table, relative to its load: no rank gets more than about 51
-times the mean of a table's rows."""
+_EVENNESS = (0.02, 0.1, 0.25, 0.5, 1.0, 2.0)
+"""Additional load of all rows of a table, relative to its load, which limits the rows, and so the
+memory, of a rank: at most 51 times the mean of a table's rows with the first one, which is taken if
+memory allows, 1.5 times with the last one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,13 +38,18 @@ class RowLoads:
     """Rows with a load of their own, ascending, int64, shape ``(U,)``."""
     load_U: np.ndarray
     """Load of each of these rows, float64, shape ``(U,)``; 0 for hot rows."""
+    gap_load_U1: np.ndarray
+    """Load of the rows before, between and after these rows, float64, shape ``(U + 1,)``; 0 where
+    there are none."""
     spread_load: float
-    """Sum of all other load, spread evenly over the table."""
+    """Load that is spread evenly over the table."""
+    row_bytes: float = 0.0
+    """Memory of a row, with optimizer state."""
 
     @property
     def total(self) -> float:
         """Sum of the load of all rows."""
-        return float(self.load_U.sum()) + self.spread_load
+        return float(self.load_U.sum() + self.gap_load_U1.sum()) + self.spread_load
 
     def load_below(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns boundaries between rows, ascending, and the load of all rows below each.
@@ -52,8 +59,9 @@ class RowLoads:
         """
         inner = np.stack([self.rows_U, self.rows_U + 1], axis=1).ravel()
         boundaries = np.concatenate([[0], inner, [self.num_embeddings]])
-        own = np.repeat(np.concatenate([[0.0], self.load_U.cumsum()]), 2)
-        return boundaries, own + boundaries * (self.spread_load / self.num_embeddings)
+        own = np.zeros(boundaries.size)
+        own[1::2], own[2::2] = self.gap_load_U1, self.load_U
+        return boundaries, own.cumsum() + boundaries * (self.spread_load / self.num_embeddings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +70,8 @@ class HomeBlocks:
 
     block_rows_TW: tuple[tuple[int, ...], ...]
     """Number of home rows of each table on each rank."""
+    load_W: tuple[float, ...]
+    """Load of each rank."""
     max_over_mean: float
     """Load of the busiest rank divided by the mean over ranks."""
     even_max_over_mean: float
@@ -84,19 +94,39 @@ def filled_blocks(num_embeddings: int, world_size: int) -> tuple[int, ...]:
     return tuple(size + (rank < larger) for rank in range(world_size))
 
 
-def balance_homes(tables: Sequence[RowLoads], world_size: int) -> HomeBlocks:
+def balance_homes(
+    tables: Sequence[RowLoads], world_size: int, spare_bytes: float = float("inf")
+) -> HomeBlocks:
     """Splits tables into home blocks so that all ranks have the same expected load.
 
-    The blocks are those of :func:`filled_blocks` if their balance is at least as good. No block is
-    empty if the table has a row for every rank; in a smaller table each row is a block, and empty
-    blocks come last. O(U log U + T W log U) time.
+    The blocks are those of :func:`filled_blocks` if their balance is at least as good, or if other
+    blocks give a rank ``spare_bytes`` more than the mean. No block is empty if the table has a row
+    for every rank; in a smaller table each row is a block, and empty blocks come last. O(U log U +
+    T W log U) time.
     """
     even = [even_blocks(table.num_embeddings, world_size) for table in tables]
-    filled = [filled_blocks(table.num_embeddings, world_size) for table in tables]
-    even_balance = _max_over_mean(tables, even, world_size)
-    filled_balance = _max_over_mean(tables, filled, world_size)
-    # a load of every row limits the number of rows per rank
-    spread = [table.spread_load + _EVENNESS * table.total + 1e-9 for table in tables]
+    blocks = [filled_blocks(table.num_embeddings, world_size) for table in tables]
+    row_bytes_T1 = np.array([[table.row_bytes] for table in tables])
+    for evenness in _EVENNESS:
+        balanced = _balanced(tables, world_size, evenness)
+        bytes_W = (np.array(balanced) * row_bytes_T1).sum(0)
+        if bytes_W.max() - bytes_W.mean() <= spare_bytes:
+            blocks = min(blocks, balanced, key=lambda cut: _max_over_mean(_loads(tables, cut)))
+            break
+    load_W = _loads(tables, blocks)
+    return HomeBlocks(
+        block_rows_TW=tuple(blocks),
+        load_W=tuple(load_W.tolist()),
+        max_over_mean=_max_over_mean(load_W),
+        even_max_over_mean=_max_over_mean(_loads(tables, even)),
+    )
+
+
+def _balanced(
+    tables: Sequence[RowLoads], world_size: int, evenness: float
+) -> list[tuple[int, ...]]:
+    """Splits tables at equal shares of their load and of ``evenness`` times it in all rows."""
+    spread = [table.spread_load + evenness * table.total + 1e-9 for table in tables]
     weighted = [replace(table, spread_load=load) for table, load in zip(tables, spread)]
     # heaviest rows first: tables of lighter rows can compensate their imbalance
     heaviest = [table.load_U.max(initial=0.0) for table in weighted]
@@ -113,12 +143,7 @@ def balance_homes(tables: Sequence[RowLoads], world_size: int) -> HomeBlocks:
         given += np.interp(cut, boundaries, load_below)
         sizes = np.diff(cut, prepend=0, append=tables[t].num_embeddings)
         balanced[t] = tuple(sizes.tolist())
-    balance = _max_over_mean(tables, balanced, world_size)
-    if balance >= filled_balance:
-        balanced, balance = filled, filled_balance
-    return HomeBlocks(
-        block_rows_TW=tuple(balanced), max_over_mean=balance, even_max_over_mean=even_balance
-    )
+    return balanced
 
 
 def _with_rows_between(cut: np.ndarray, num_embeddings: int) -> np.ndarray:
@@ -130,11 +155,15 @@ def _with_rows_between(cut: np.ndarray, num_embeddings: int) -> np.ndarray:
     return np.maximum.accumulate(cut - before).clip(0, spare) + before
 
 
-def _max_over_mean(
-    tables: Sequence[RowLoads], blocks: Sequence[Sequence[int]], world_size: int
-) -> float:
-    loads_W = np.zeros(world_size)
-    for table, rows_W in zip(tables, blocks):
-        loads_W += np.diff(np.interp(np.cumsum(rows_W), *table.load_below()), prepend=0.0)
-    mean = float(loads_W.mean())
-    return float(loads_W.max()) / mean if mean else 1.0
+def _loads(tables: Sequence[RowLoads], blocks: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+    """Returns the load of each rank, shape ``(W,)``."""
+    each = [
+        np.diff(np.interp(np.cumsum(rows_W), *table.load_below()), prepend=0.0)
+        for table, rows_W in zip(tables, blocks)
+    ]
+    return np.sum(each, axis=0)
+
+
+def _max_over_mean(load_W: NDArray[np.float64]) -> float:
+    mean = float(load_W.mean())
+    return float(load_W.max()) / mean if mean else 1.0

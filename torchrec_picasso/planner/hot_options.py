@@ -116,34 +116,60 @@ def replica_budget_bytes(
     return max(0.0, _capacity_bytes(topology) * (1 - _RESERVED_SHARE) - used)
 
 
-def explain_shortage(options: Sequence[ShardingOption], topology: Topology) -> PlanError | None:
-    """Returns the error for a plan that does not fit; ``None`` if memory is sufficient."""
+def explain_shortage(
+    options: Sequence[ShardingOption], topology: Topology, reserved: Topology
+) -> PlanError | None:
+    """Returns the error for a plan that does not fit into ``reserved``, what TorchRec leaves of the
+    topology; ``None`` if there is room for the smallest options with whole tables dealt out."""
     if not options:
         return None
-    least = _smallest(by_table(options).values(), topology)
-    capacity = _capacity_bytes(topology)
-    available = capacity * (1 - _RESERVED_SHARE)
-    total = sum(_per_rank(option, topology) for option in least)
-    if total <= available:
-        return None
-    largest = max(least, key=lambda o: (_per_rank(o, topology), o.path, o.name))
-    replicas = sum(map(replica_bytes, least))
+    capacity, available = _capacity_bytes(topology), _capacity_bytes(reserved)
     memory = "ddr" if topology.compute_device == "cpu" else "hbm"
-    smallest = int(total / (1 - _RESERVED_SHARE)) + 1
-    message = (
-        f"the tables need {total:,.0f} bytes of {memory} per rank, but a rank has {available:,.0f} "
-        f"({capacity:,.0f} less {_RESERVED_SHARE:.0%} that TorchRec reserves); the largest is "
-        f"table {largest.name!r} with {_per_rank(largest, topology):,.0f}, "
-        f"{replica_bytes(largest):,} of them replicas. Set {memory}_cap of the topology to at "
-        f"least {smallest:,}"
+    # TorchRec reserves bytes for the dense part and the input, and this share of hbm
+    share = 0.0 if memory == "ddr" else _RESERVED_SHARE
+    fixed = max(0.0, capacity * (1 - share) - available)
+    least = _smallest(by_table(options).values(), topology)
+    bytes_TW = _deal_out(least, topology)
+    needs_W = [sum(each) for each in zip(*bytes_TW)]
+    need = max(needs_W)
+    if need <= available:
+        return None
+    rank = needs_W.index(need)
+    largest, its_bytes = max(
+        zip(least, (bytes_W[rank] for bytes_W in bytes_TW)),
+        key=lambda each: (each[1], each[0].path, each[0].name),
     )
-    if replicas and total - replicas <= available:
+    replicas = sum(map(replica_bytes, least))
+    sufficient = int((need + fixed) / (1 - share)) + 1
+    message = (
+        f"the tables need {need:,.0f} bytes of {memory} on rank {rank}, but a rank has "
+        f"{max(0.0, available):,.0f} ({capacity:,.0f} less what TorchRec reserves); the largest is "
+        f"table {largest.name!r} with {its_bytes:,.0f}, {replica_bytes(largest):,} of them "
+        f"replicas. Set {memory}_cap of the topology to at least {sufficient:,}"
+    )
+    if replicas and need - replicas <= available:
         params = [option.cache_params for option in least]
         hot = sum(each.num_hot_rows for each in params if isinstance(each, HotColdParams))
         # replicas that fit, if all rows had the mean size
-        most = int(hot * (available - (total - replicas)) / replicas)
+        most = int(hot * (available - (need - replicas)) / replicas)
         message += f", or request at most {most:,} hot rows instead of {hot:,}"
     return PlanError(message)
+
+
+def _deal_out(options: Sequence[ShardingOption], topology: Topology) -> list[list[float]]:
+    """Returns the bytes of each option on each rank; single shards go to the emptiest rank, the
+    largest ones first."""
+    ranks = range(topology.world_size)
+    found = [[0.0] * topology.world_size for _ in options]
+    filled = [0.0] * topology.world_size
+    shards = [[_bytes(shard.storage, topology) for shard in option.shards] for option in options]
+    for t in sorted(range(len(options)), key=lambda t: (-len(shards[t]), -sum(shards[t]))):
+        for index, shard_bytes in enumerate(shards[t]):
+            emptiest = min(ranks, key=filled.__getitem__)
+            rank = index if len(shards[t]) == topology.world_size else emptiest
+            filled[rank] += shard_bytes
+            found[t][rank] += shard_bytes
+    return found
 
 
 def _smallest(

@@ -153,26 +153,28 @@ class HotColdPlanner(EmbeddingShardingPlanner):
         """Plans an unsharded model without a process group.
 
         Raises:
-            PlanError: If the tables do not fit; names the largest table and the required memory.
+            PlanError: If the tables do not fit; names the rank, the largest table and the memory
+                that is sufficient.
         """
         only_decided = self._enumerator.only_decided
         try:
             try:
                 plan = super().plan(module, sharders)
             except PlannerError:
-                if not only_decided:
-                    raise
                 _LOGGER.warning(
                     "the plan with the shortest predicted step does not fit into memory; "
                     "TorchRec's proposers search for another plan"
                 )
-                self._enumerator.only_decided = False
+                self._enumerator.only_decided = self._enumerator.has_spare_memory = False
                 plan = super().plan(module, sharders)
         except PlannerError as error:
             space = self._enumerator.last_stored_search_space or []
-            raise (explain_shortage(space, self._topology) or error) from error
+            left = self._storage_reservation.last_reserved_topology
+            why = explain_shortage(space, self._topology, left or self._topology)
+            raise (why or error) from error
         finally:
             self._enumerator.only_decided = only_decided
+            self._enumerator.has_spare_memory = True
         if self._enumerator.decision is not None:
             _log(self._enumerator.decision)
         return plan

@@ -141,12 +141,12 @@ def difference_of(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | Non
     # equal infinities do not differ; sums are at least in float32
     endless, wide = whole.isinf() & (whole == cut), torch.promote_types(whole.dtype, torch.float32)
     num_samples = whole.size(0) if whole.dim() else 1
-    whole_BX, cut_BX = (
-        each.detach().masked_fill(endless, 0).reshape(num_samples, -1).to(wide)
-        for each in (whole, cut)
-    )
-    # by sample: |whole| and |cut - whole|, each summed over the other dims
-    whole_B, off_B = whole_BX.abs().sum(1), (cut_BX - whole_BX).abs().sum(1)
+    if endless.any():
+        whole, cut = whole.masked_fill(endless, 0), cut.masked_fill(endless, 0)
+    whole_BX, cut_BX = (each.detach().reshape(num_samples, -1).to(wide) for each in (whole, cut))
+    # by sample: |whole| and |cut - whole|, each summed over the other dims, with one copy in all
+    whole_B = torch.linalg.vector_norm(whole_BX, 1, dim=1)
+    off_B = torch.linalg.vector_norm(cut_BX - whole_BX, 1, dim=1)
     least = torch.finfo(whole_B.dtype).tiny
     mean = float(off_B.mean() / whole_B.mean().clamp_min(least))
     floor = (_NEGLIGIBLE * whole_B.mean()).clamp_min(least)

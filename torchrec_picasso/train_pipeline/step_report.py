@@ -13,6 +13,7 @@ import torch
 
 from torchrec_picasso.exchange.waiting import WireTally, tallied
 from torchrec_picasso.rows.refresher import Refreshed
+from torchrec_picasso.rows.route import PackLayout
 from torchrec_picasso.train_pipeline.in_flight_batch import GroupBatch
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class StepReport:
         exposed_s: Part of ``seconds`` in which the host waited for exchanges of this package.
         sent_bytes: Bytes sent to other ranks by exchanges of this package and by the reduction of
             dense gradients.
+        served_rows: Home rows that ranks asked of this rank, each counted once per rank that asked.
+            Compared over ranks, they show the busiest one.
         coverage: Share of hot rows among the distinct rows of this rank's batch; tables that travel
             as rows only. ``None`` if there are no such rows.
         peak_bytes: Largest memory of the process so far; on CUDA, of its tensors on the device.
@@ -44,6 +47,7 @@ class StepReport:
     num_samples: int
     exposed_s: float
     sent_bytes: int
+    served_rows: int
     coverage: float | None
     peak_bytes: int
     refreshed: Refreshed | None
@@ -121,13 +125,16 @@ class StepWatch:
         """Reports a training step that was measured, and the last refresh evaluation."""
         if not self._takers:
             return
+        packs = [pack for each in groups for pack in each.rows.layout.packs]
+        packs = [pack for pack in packs if pack.requests.sends_rows]
         report = StepReport(
             step=self._num_steps,
             seconds=self._seconds,
             num_samples=num_samples,
             exposed_s=self._tally.waited_s,
             sent_bytes=self._tally.sent_bytes,
-            coverage=_coverage(groups),
+            served_rows=sum(pack.served.num_rows for pack in packs),
+            coverage=_coverage(packs),
             peak_bytes=self._peak_bytes(),
             refreshed=refreshed,
         )
@@ -141,9 +148,7 @@ class StepWatch:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
 
 
-def _coverage(groups: Sequence[GroupBatch]) -> float | None:
+def _coverage(packs: Sequence[PackLayout]) -> float | None:
     """Share of hot rows among the distinct rows of a batch; ``None`` = no table has rows."""
-    packs = [pack for each in groups for pack in each.rows.layout.packs]
-    packs = [pack for pack in packs if pack.requests.sends_rows]
     num_rows = sum(pack.num_rows for pack in packs)
     return sum(pack.hot_slots.numel() for pack in packs) / num_rows if num_rows else None

@@ -135,7 +135,7 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["--json", "DIR/no/plan.json"], "DIR/no"),
     (["--plot", "DIR/no/plan.png"], "DIR/no"),
     (["--plot", "DIR/plan.xyz"], "DIR/plan.xyz"),
-    (["--memory-gib", "0.000001"], "bytes of ddr per rank, but a rank has 912"),
+    (["--memory-gib", "0.000001"], "bytes of ddr on rank 0, but a rank has 0 (1,073 "),
 ]
 
 

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     planner.plan(model, hot_cold_sharders())
     frame, summary = explain(planner.decision), summarize(planner.decision)
     _print_tables(frame)
-    _print_summary(summary)
+    _print_summary(summary, frame)
     if args.json:
         write_result({"summary": summary, "tables": frame.to_dict("records")}, args.json)
         print(f"wrote {args.json}")
@@ -96,7 +96,7 @@ def _print_tables(frame: pd.DataFrame) -> None:
         print(f"    {line['why']}")
 
 
-def _print_summary(summary: dict[str, Any]) -> None:
+def _print_summary(summary: dict[str, Any], frame: pd.DataFrame) -> None:
     memory, num_parts = summary["memory_bytes"], summary["num_micro_batches"]
     print(
         f"\n{summary['world_size']} ranks x {summary['batch_size']} samples: "
@@ -125,12 +125,21 @@ def _print_summary(summary: dict[str, Any]) -> None:
         f"{memory['replica'] / _MIB:,.1f} MiB, {memory['optimizer'] / _MIB:,.0f} MiB of both "
         f"optimizer state; buffers {memory['buffers'] / _MIB:,.0f} MiB"
     )
-    if summary["home_max_over_mean"] is not None:
-        print(
-            "load of the homes, max over mean: "
-            f"{summary['even_home_max_over_mean']:.2f} with equal blocks, "
-            f"{summary['home_max_over_mean']:.2f} as cut"
-        )
+    over = summary["busiest_over_mean"]
+    fullest = max(summary["ranks"], key=lambda rank: rank["memory_bytes"])
+    print(
+        f"busiest rank over mean: rows served {over['served_bytes']:.2f}, bytes sent "
+        f"{over['sent_bytes']:.2f}, memory {over['memory_bytes']:.2f} (rank "
+        f"{summary['ranks'].index(fullest)}, {fullest['memory_bytes'] / _MIB:,.0f} MiB); stock "
+        f"table_wise {over['table_wise']:.2f}{_row_wise(over, frame)}"
+    )
+
+
+def _row_wise(over: dict[str, float], frame: pd.DataFrame) -> str:
+    if "row_wise" not in over:
+        return ""
+    table = frame.loc[frame["row_wise_load"].idxmax()]
+    return f", row_wise {over['row_wise']:.2f} ({table['row_wise_load']:.2f} on {table['table']})"
 
 
 def _draw(summary: dict[str, Any], path: str) -> None:
