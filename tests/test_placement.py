@@ -142,7 +142,7 @@ def test_the_fingerprint_holds_the_parents_where_it_has_one(
 
 
 def test_unknown_forms_hot_bags_and_no_micro_batches_are_refused() -> None:
-    with pytest.raises(PlanError, match="form 'columns' is unknown; the forms are 'rows' and"):
+    with pytest.raises(PlanError, match="form 'columns' is unknown; the forms are 'rows', 'bags'"):
         HotColdParams(form="columns")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"2 hot rows were given with form='bags'.*leave out"):
         HotColdParams(hot_rows=[1, 2], form="bags")

@@ -19,14 +19,15 @@ from torchrec.distributed.types import CacheParams, ShardingType
 
 from torchrec_picasso.errors import PlanError
 
-Form = Literal["rows", "bags"]
+Form = Literal["rows", "bags", "node_rows"]
 """Name of a table's route (``rows/route.py``): ``"rows"`` = row-exchanged, distinct rows are sent
 and pooled on the rank of the batch; ``"bags"`` = owner-pooled, the home rank of the table sends one
-vector per bag."""
+vector per bag; ``"node_rows"`` = row-exchanged by host, a row crosses once per host."""
 
 SHARDING_TYPE_OF: Mapping[str, str] = {
     "rows": ShardingType.ROW_WISE.value,
     "bags": ShardingType.TABLE_WISE.value,
+    "node_rows": ShardingType.ROW_WISE.value,
 }
 """TorchRec's sharding type by :data:`Form`: owned by all ranks, or by the rank that pools. Packs,
 and the features of a batch, are in this order."""
@@ -65,7 +66,8 @@ class HotColdParams(CacheParams):
         form: Name of the table's route. ``"rows"``: each distinct row is sent once; the table is
             placed row-wise. ``"bags"``: one pooled vector is sent for each bag; the table is placed
             table-wise, on its home rank, and has no hot rows. Cheaper if bags are large and rows
-            rarely repeat.
+            rarely repeat. ``"node_rows"``: as ``"rows"``, once per host; for all hot/cold tables of
+            a module, with several ranks on each of several hosts.
         num_micro_batches: Number of micro-batches that the plan was priced for, equal on all its
             tables: an interleaved pipeline starts its autotuning there. ``None`` = not known.
 
@@ -85,7 +87,9 @@ class HotColdParams(CacheParams):
     def __post_init__(self) -> None:
         self.hot_rows = _ascending_ids(self.hot_rows)
         if self.form not in get_args(Form):
-            raise PlanError(f"form {self.form!r} is unknown; the forms are 'rows' and 'bags'")
+            raise PlanError(
+                f"form {self.form!r} is unknown; the forms are 'rows', 'bags' and 'node_rows'"
+            )
         if self.form == "bags" and self.num_hot_rows:
             raise PlanError(
                 f"{self.num_hot_rows} hot rows were given with form='bags'; owner-pooled tables "

@@ -337,6 +337,13 @@ def test_bags_that_cannot_be_had_are_refused() -> None:
         planned_of(Model(), constraints=asked)
 
 
+def test_rows_by_host_have_no_price() -> None:
+    asked = {"a": ParameterConstraints(cache_params=HotColdParams(form="node_rows"))}
+    why = "form='node_rows' was requested, which the planner cannot price; write it into the fin"
+    with pytest.raises(PlanError, match=why):
+        planned_of(Model(), constraints=asked)
+
+
 def test_sequences_never_take_bags() -> None:
     planner, plan = planned_of(Model(sequence=True), curves=SLOW, stats=None)
     facts = {fact.load.name: fact.no_bags for fact in planner.decision.tables}

@@ -29,6 +29,7 @@ from torchrec.optim import optimizers
 import torchrec_picasso as picasso
 from tests.support.placing import distribute, place, wire_codecs
 from tests.support.tables import Table, bags_of
+from torchrec_picasso.placement import Form
 from torchrec_picasso.sharding.in_backward import HotColdPooledLookup, HotColdSequenceLookup
 from torchrec_picasso.storage import row_storage
 from torchrec_picasso.storage.row_storage import RowStorage
@@ -96,6 +97,8 @@ class Job:
     """Features of one id per sample."""
     wire: str | None = None
     seed: int = 0
+    by_host: tuple[str, ...] = ()
+    """Tables whose rows travel by host, of those whose rows travel; ``"*"`` stands for all."""
     regrouped: bool = False
     """Whether the model takes its columns from a ``KTRegroupAsDict``, the last ones first."""
 
@@ -208,7 +211,14 @@ def shard(
         table.name: params
         for tables in tables_of.values()
         for table in tables
-        if (params := params_of(places[table.name], table.rows, job.waves.get(table.name, 0)))
+        if (
+            params := params_of(
+                places[table.name],
+                table.rows,
+                job.waves.get(table.name, 0),
+                not {"*", table.name}.isdisjoint(job.by_host),
+            )
+        )
         is not None
     }
     bags, sequences = (
@@ -264,14 +274,17 @@ def way_of(where: str | int | None, owner: int) -> Any:
     return row_wise() if where == "row_wise" or isinstance(where, int) else table_wise(rank=owner)
 
 
-def params_of(where: str | int | None, rows: int, wave: int) -> picasso.HotColdParams | None:
+def params_of(
+    where: str | int | None, rows: int, wave: int, by_host: bool = False
+) -> picasso.HotColdParams | None:
     """Of a hot/cold table: hot is every third row, so that homes share hot rows."""
     if where == "bags":
         return picasso.HotColdParams(form="bags")
     if not isinstance(where, int):
         return None
     by_thirds = sorted(range(rows), key=lambda row: (row % 3, row))
-    return picasso.HotColdParams(hot_rows=by_thirds[:where], wave=wave)
+    form: Form = "node_rows" if by_host else "rows"
+    return picasso.HotColdParams(hot_rows=by_thirds[:where], wave=wave, form=form)
 
 
 def _cut_lopsided(sharding: Any, rows: int) -> None:

@@ -23,6 +23,8 @@ class Message:
     dtype: str
     num_elements: int
     peer: int
+    to: int = -1
+    """The peer by its number among all ranks."""
 
 
 class MessageRecorder(TorchDispatchMode):
@@ -54,23 +56,26 @@ class MessageRecorder(TorchDispatchMode):
         group = dist.ProcessGroup.unbox(call["process_group"])
         if kind == "send":
             (tensor,) = call["tensors"]
-            self._add(kind, tensor, tensor.numel(), call["dst"])
+            self._add(kind, tensor, tensor.numel(), call["dst"], group)
         elif kind == "alltoall_base_":
             source, rank = call["input"], group.rank()
             splits = call["input_split_sizes"] or [source.size(0) // group.size()] * group.size()
             width = source.numel() // source.size(0) if source.size(0) else 0
             for peer, num_rows in enumerate(splits):
                 if peer != rank and num_rows:
-                    self._add(kind, source, num_rows * width, peer)
+                    self._add(kind, source, num_rows * width, peer, group)
         elif kind in ("allreduce_", "allreduce_coalesced_"):
             for tensor in call["tensors"]:
-                self._add(kind, tensor, tensor.numel(), -1)
+                self._add(kind, tensor, tensor.numel(), -1, group)
         else:
             raise NotImplementedError(f"MessageRecorder does not know {kind!r}; add it there")
 
-    def _add(self, kind: str, tensor: Tensor, num_elements: int, peer: int) -> None:
+    def _add(
+        self, kind: str, tensor: Tensor, num_elements: int, peer: int, group: dist.ProcessGroup
+    ) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.messages.append(Message(kind, dtype, num_elements, peer))
+        to = -1 if peer < 0 else dist.get_global_rank(group, peer)
+        self.messages.append(Message(kind, dtype, num_elements, peer, to))
 
 
 def elements(messages: list[Message], *dtypes: torch.dtype, reduced: bool = False) -> int:

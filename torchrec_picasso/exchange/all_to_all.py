@@ -117,7 +117,7 @@ class Ranks:
             return _Nothing()
         note_sent((sum(send_W) - send_W[self.rank]) * input_n.element_size())
         pg, sizes = self.pg, (list(receive_W), list(send_W))
-        by_gloo = input_n.device.type == "cpu" and _is_gloo(pg)
+        by_gloo = input_n.device.type == "cpu" and is_on_gloo(pg)
         if by_gloo:
             connect(pg)
         if by_gloo and most_sent * input_n.element_size() > _SMALL_BYTES:
@@ -154,8 +154,8 @@ class _Nothing:
 class _Traffic:
     """The connections of one process group, and its exchanges in progress, in start order."""
 
-    def __init__(self, pg: dist.ProcessGroup) -> None:
-        self.group = pg if pg.size() == 1 else new_gloo_group(pg, torch.device("cpu"), "rows")
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
         self.tags = cycle(_TAGS)  # equal on all ranks, and different for exchanges in progress
         self.in_flight: deque[_Exchange] = deque()
 
@@ -165,11 +165,20 @@ _traffic: WeakKeyDictionary[dist.ProcessGroup, _Traffic] = WeakKeyDictionary()
 
 def connect(pg: dist.ProcessGroup) -> None:
     """Makes the connections of all-to-alls on gloo, before a rank can fail alone. Collective."""
-    if pg not in _traffic and _is_gloo(pg):
-        _traffic[pg] = _Traffic(pg)
+    if pg not in _traffic and is_on_gloo(pg):
+        group = pg if pg.size() == 1 else new_gloo_group(pg, torch.device("cpu"), "rows")
+        _traffic[pg] = _Traffic(group)
 
 
-def _is_gloo(pg: dist.ProcessGroup) -> bool:
+def ranks_of_part(pg: dist.ProcessGroup, ranks: Sequence[int], use: str) -> Ranks:
+    """Makes connections of their own for some ranks of ``pg``, this one too. Collective among
+    them."""
+    group = new_gloo_group(pg, torch.device("cpu"), use, ranks)
+    _traffic[group] = _Traffic(group)
+    return Ranks(group)
+
+
+def is_on_gloo(pg: dist.ProcessGroup) -> bool:
     """Whether tensors in host memory travel by gloo."""
     name: str = pg._get_backend(torch.device("cpu")).name()
     return name == "gloo"
@@ -221,15 +230,18 @@ def _start_messages(
     return [work for work in works if work is not None]
 
 
-def new_gloo_group(pg: dist.ProcessGroup, device: torch.device, use: str) -> dist.ProcessGroup:
+def new_gloo_group(
+    pg: dist.ProcessGroup, device: torch.device, use: str, ranks: Sequence[int] = ()
+) -> dist.ProcessGroup:
     """Makes a gloo group with the ranks of ``pg`` and its timeout on ``device``. Collective.
+    ``ranks`` are some of its ranks, by their numbers in the world; none = all.
 
     Each group of ``pg`` has a ``use`` of its own. torch names a group by the number of groups that
     a rank knows; of overlapping groups ranks know different numbers, and would not meet.
     """
-    ranks = dist.get_process_group_ranks(pg)
+    ranks = list(ranks) or dist.get_process_group_ranks(pg)
     name = GroupName(f"picasso/{use}/{pg.group_name}/{ranks}")
-    made = pg.size(), pg.rank(), ranks, "gloo", _get_default_store(), name
+    made = len(ranks), ranks.index(dist.get_rank()), ranks, "gloo", _get_default_store(), name
     group, _ = _new_process_group_helper(*made, timeout=pg._get_backend(device).options._timeout)
     _world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     let_training_go_first()  # the group's threads exist by now

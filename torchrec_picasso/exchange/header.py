@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_picasso.exchange.all_to_all import Ranks
-from torchrec_picasso.exchange.waiting import wait_for
+from torchrec_picasso.exchange.by_host import Exchanges
 
 _NUM_OWN_WORDS = 3
 """Outside ids, bad weights, and the state: the bits that follow, then ``most_asked``."""
@@ -38,7 +37,7 @@ class RouteWords:
 
 ReceivedWords = tuple[list[np.ndarray], list[np.ndarray]]
 """The words of one route on the host, in the pieces of :class:`RouteWords`: those of each rank,
-``(W, X_i)``, and the kept numbers."""
+``(W, X_i)``, and the kept numbers. By host, those that this rank relays follow: ``(2 W, X_i)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,7 @@ class HeaderExchange:
     """Exchanges the headers of a batch; starts at construction. Collective: all ranks create the
     object and wait for it in the same order. The fields are what this rank tells the others."""
 
-    ranks: Ranks
+    exchanges: Exchanges
     routes: Sequence[RouteWords]
     outside_ids: Tensor
     """Number of lookups outside their table, 0-d integer, on the device."""
@@ -81,11 +80,7 @@ class HeaderExchange:
         self._pieces = [words for route in self.routes for words in route.sent]
         self.sent_WX = self._message()
         """The message to each rank, own words before those of routes, int64."""
-        self._received_WX = torch.empty_like(self.sent_WX)
-        words_W = [self.sent_WX.size(1)] * self.ranks.size
-        self._work = self.ranks.start_all_to_all(
-            self._received_WX.view(-1), self.sent_WX.view(-1), words_W, words_W, sum(words_W)
-        )
+        self._work, self._received_WX = self.exchanges.send_words(self.sent_WX)
 
     def _message(self) -> Tensor:
         state = _HAS_DATA * self.has_data + _LOOKS_UP_NOTHING * self.looks_up_nothing
@@ -98,12 +93,12 @@ class HeaderExchange:
             state_word += _BAD_LENGTHS
         own_words = torch.stack([self.outside_ids, self.bad_weights, state_word]).to(torch.int64)
         # From (3,) to (W, 3), the same for all ranks, beside the routes' (W, X_i).
-        own_WX = own_words.expand(self.ranks.size, -1)
+        own_WX = own_words.expand(len(self._pieces[0]), -1)
         return torch.cat([own_WX, *self._pieces], dim=1).contiguous()
 
     def wait(self) -> Header:
         """Finishes the exchange and copies the header to the host (one sync on CUDA)."""
-        wait_for(self._work)
+        self._work.wait()
         kept = [numbers for route in self.routes for numbers in route.kept]
         # One concatenation, so that a single copy syncs the host.
         host = torch.cat([*kept, self._received_WX.view(-1)]).cpu().numpy()
@@ -111,7 +106,8 @@ class HeaderExchange:
         *kept_numbers, words = _cut(host, [numbers.numel() for numbers in kept])
         widths = [_NUM_OWN_WORDS, *(piece.size(1) for piece in self._pieces)]
         own, *pieces, _ = _cut(words.reshape(self._received_WX.shape), widths)
-        outside_ids_W, bad_weights_W, states_W = own.T.tolist()
+        # words that this rank only relays follow those for it
+        outside_ids_W, bad_weights_W, states_W = own[: len(self.sent_WX)].T.tolist()
         next_piece, next_kept = iter(pieces), iter(kept_numbers)
         return Header(
             routes=[

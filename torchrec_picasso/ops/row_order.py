@@ -205,15 +205,12 @@ def locate_rows(
         is_used_H1.index_fill_(0, torch.where(is_hot_U, slot_U, hot.num_rows), True)
     # Rows ascend within a segment because tables of one pack are side by side and ascend at each
     # home rank; the sort by segment must therefore be stable.
-    order_U, counts = _sort_by_segment(segment_U, space.num_packs * per_pack)
-    # Inverse permutation of order_U.
-    request_position_U = torch.empty_like(order_U)
-    request_position_U.scatter_(0, order_U, torch.arange(order_U.numel(), device=order_U.device))
+    order_U, counts = sort_by_segment(segment_U, space.num_packs * per_pack)
     return LocatedRows(
         storage_row_U=storage_row_U.index_select(0, order_U),
         counts_PQ=counts.view(space.num_packs, per_pack),
         order_U=order_U,
-        request_position_U=request_position_U,
+        request_position_U=positions_of(order_U),
         is_used_H=is_used_H1[:-1],
     )
 
@@ -277,7 +274,7 @@ def find_fetch_orders(
         segment_n = segment_of(on_device[:num_segments], dirty_n.numel())
     # The entry of a row in the two tables is its segment, plus their length if the row is dirty.
     entry_n = segment_n.add_(dirty_n, alpha=num_segments)
-    order_n, found = _sort_by_segment(
+    order_n, found = sort_by_segment(
         on_device[num_segments:].index_select(0, entry_n), fetched.size
     )
     splits = [ExchangeSplits(counts) for counts in found.view(num_lists, -1, world_size).tolist()]
@@ -307,7 +304,13 @@ def fetch_positions(
     return position_U.index_select(0, located.request_position_U)
 
 
-def _sort_by_segment(segment_n: Tensor, num_segments: int) -> tuple[Tensor, Tensor]:
+def positions_of(order_n: Tensor) -> Tensor:
+    """Returns the inverse of a permutation, int64: the position of each entry."""
+    counting_n = torch.arange(order_n.numel(), device=order_n.device)
+    return torch.empty_like(counting_n).scatter_(0, order_n, counting_n)
+
+
+def sort_by_segment(segment_n: Tensor, num_segments: int) -> tuple[Tensor, Tensor]:
     """Sorts rows stably by segment; returns their order and the count of each segment, int64."""
     order_n = stable_order(segment_n, num_segments)
     # Differences of the segments' edges in the sorted segments; bincount would sync the host.

@@ -83,26 +83,39 @@ def decide(
         names = enumerate(table.load.name for table in tables)
         given = {i: hot_sets[name].numel() for i, name in names if name in hot_sets}
         choice = choose(tables, pricer, given_hot=given)
-    homes, in_rows = None, [i for i, form in enumerate(choice.forms) if form == "rows"]
-    if stats is not None and in_rows:
+    in_rows = [i for i, form in enumerate(choice.forms) if form == "rows"]
+    homes, row_wise_loads = None, []
+    if stats is not None:
         works = [choice.works[i] for i in in_rows]
-        loads = [_row_loads(work, hot_sets, stats) for work in works]
-        replicas = sum(hot_sets[work.load.name].numel() * work.load.row_bytes for work in works)
-        homes = balance_homes(loads, world_size, max(0.0, replica_budget_bytes - replicas))
+        homes = _homes(works, hot_sets, stats, world_size, replica_budget_bytes)
+        row_wise_loads = [_row_wise_loads(table.load, stats, world_size) for table in tables]
     return Decision(
         **vars(choice),
         tables=tuple(tables),
         placements=_placements(tables, choice, hot_sets, num_waves),
         homes=homes,
         block_rows=dict(zip(in_rows, homes.block_rows_TW)) if homes is not None else {},
-        row_wise_TW=tuple(_row_wise_loads(table.load, stats, world_size) for table in tables)
-        if stats is not None
-        else (),
+        row_wise_TW=tuple(row_wise_loads),
         curves=curves,
         world_size=world_size,
         batch_size=batch_size,
         dense=dense,
     )
+
+
+def _homes(
+    works: Sequence[TableWork],
+    hot_sets: Mapping[str, Tensor],
+    stats: FrequencyStats,
+    world_size: int,
+    budget_bytes: float,
+) -> HomeBlocks | None:
+    """Cuts row-exchanged tables into home blocks, in what hot rows leave of the budget."""
+    if not works:
+        return None
+    loads = [_row_loads(work, hot_sets, stats) for work in works]
+    replicas = sum(hot_sets[work.load.name].numel() * work.load.row_bytes for work in works)
+    return balance_homes(loads, world_size, max(0.0, budget_bytes - replicas))
 
 
 def _placements(

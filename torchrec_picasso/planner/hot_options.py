@@ -101,7 +101,7 @@ def add_replica_storage(options: list[ShardingOption], compute_device: str) -> N
     on_cpu = compute_device == "cpu"
     for option in options:
         params, replicas = option.cache_params, replica_bytes(option)
-        if isinstance(params, HotColdParams) and params.form == "rows":
+        if isinstance(params, HotColdParams) and params.form != "bags":
             row_bytes = _MARK_BYTES + (_USES_BYTES if params.num_hot_rows else 0)
             for shard in option.shards:
                 extra = replicas + row_bytes * shard.size[0]

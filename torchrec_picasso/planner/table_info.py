@@ -50,6 +50,10 @@ _USE_ROWS = "request form='rows'"
 _NO_REPLICAS = Refusal(
     what="form='bags' was requested, and owner-pooled tables have no replicas", instead=_USE_ROWS
 )
+_NO_PRICE = Refusal(
+    what="form='node_rows' was requested, which the planner cannot price",
+    instead=f"write it into the finished plan, or {_USE_ROWS}",
+)
 _BYTES_PER_MS_TO_GB_PER_S = 1e-6
 
 
@@ -71,6 +75,8 @@ def table_info(
     required = first.cache_params if isinstance(first.cache_params, HotColdParams) else None
     is_pooled_by_owner = required is not None and required.form == "bags"
     not_hot_cold = _why_not_hot_cold(options, config, params, is_pooled_by_owner, device_type)
+    if required is not None and required.form == "node_rows":
+        not_hot_cold = _NO_PRICE
     no_hot_rows, is_only_hot_cold = None, required is not None
     if not isinstance(params, Refusal):
         no_hot_rows = why_no_hot_rows(params, data_type=config.data_type)

@@ -10,12 +10,14 @@ touched hot rows, m = n + t, D dim.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from torchrec_picasso.exchange.packed import HotReduction, PackedAllToAll, Payload
+from torchrec_picasso.exchange.packed import HotReduction, Payload
+from torchrec_picasso.exchange.waiting import Pending
 from torchrec_picasso.rows.group import Matrices, RowBuffers, RowGroup
 from torchrec_picasso.rows.request import RowLayout
 from torchrec_picasso.rows.route import IncomingRequests, PackLayout
@@ -34,7 +36,11 @@ class BatchGradients:
         buffers_P = [group.buffers_M[pack.matrix] for pack in layout.packs]
         num_rows_P = [pack.served.num_rows + pack.touched.slots_t.numel() for pack in layout.packs]
         self._arrived_P = Matrices(buffers_P, num_rows_P)
-        self._pending_P: list[list[PackedAllToAll | HotReduction]] = [[] for _ in layout.packs]
+        self._relayed_P = Matrices(
+            buffers_P, [pack.relay.asked.num_rows if pack.relay else 0 for pack in layout.packs]
+        )
+        """Gradients that this rank relays, in request order."""
+        self._pending_P: list[list[Pending]] = [[] for _ in layout.packs]
         self._packs_left = set(range(len(layout.packs)))
 
     def add(self, micro_batch: int, grads_M: Sequence[Tensor], module: int = 0) -> None:
@@ -56,17 +62,24 @@ class BatchGradients:
             return
         # A chunk is a slice of the sums here and of the gradients at the home rank: both are in
         # request order, so no reordering is needed.
-        payloads = [
-            Payload(
-                self._sums_of(pack.matrix)[pack.cold_slice][pack.wanted.slice_of(chunk)],
-                pack.wanted.counts_EW[chunk],
-                grads_mD[pack.served.slice_of(chunk)],
-                pack.served.counts_EW[chunk],
-            )
-            for pack, grads_mD in zip(packs, grads_P)
-        ]
-        ranks, most_asked = self._group.ranks, self.layout.most_asked
-        self._pend(wave, PackedAllToAll(ranks, payloads, most_asked, ranks.gradient_codec))
+        payloads: list[Payload] = []
+        relayed: list[Callable[[], Payload]] = []
+        for p, pack, grads_mD in zip(self._group.plan.packs_of(wave), packs, grads_P):
+            sums = self._sums_of(pack.matrix)[pack.cold_slice][pack.wanted.slice_of(chunk)]
+            into, served_W = grads_mD[pack.served.slice_of(chunk)], pack.served.counts_EW[chunk]
+            if pack.relay is not None:
+                passing, asked = self._relayed_P.tensors[p], pack.relay.asked
+                relayed.append(partial(pack.relay.sums, passing, chunk, into, served_W))
+                into, served_W = passing[asked.slice_of(chunk)], asked.counts_EW[chunk]
+            payloads.append(Payload(sums, pack.wanted.counts_EW[chunk], into, served_W))
+        pending = self._group.exchanges.start(
+            payloads,
+            lambda: [payload() for payload in relayed],
+            self.layout.most_asked,
+            self._group.ranks.gradient_codec,
+            to_homes=True,
+        )
+        self._pend(wave, pending)
 
     def reduce_hot(self, wave: int | None = None) -> None:
         """Starts summing the gradients of touched replicas over all ranks. Collective."""
@@ -83,7 +96,7 @@ class BatchGradients:
         )
         self._pend(wave, reduction)
 
-    def _pend(self, wave: int | None, pending: PackedAllToAll | HotReduction) -> None:
+    def _pend(self, wave: int | None, pending: Pending) -> None:
         """Records what the update of the packs of a wave waits for."""
         for p in self._group.plan.packs_of(wave):
             self._pending_P[p].append(pending)
@@ -121,6 +134,7 @@ class BatchGradients:
         if self._packs_left:
             return False
         self._arrived_P.release()
+        self._relayed_P.release()
         for buffers, sums in self._own_sums:
             buffers.release(sums)
         self._sums_M, self._own_sums = [None] * len(self._sums_M), []
@@ -152,7 +166,7 @@ def update_rows(
         # Rows of untrained modules are counted and released as well.
         for batch, pack in zip(gradients, packs):
             if storage.uses is not None:
-                storage.uses.count(pack.requests.home_row_numbers_n, pack.hot_slots)
+                storage.uses.count(pack.requests.asked_rows_n, pack.hot_slots)
             are_updated = batch.end(p)
     return are_updated
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
+from torchrec_picasso.exchange.packed import Payload
+from torchrec_picasso.exchange.waiting import Pending
 from torchrec_picasso.ops.row_order import CLEAN, FIRST_DIRTY
 from torchrec_picasso.ops.streams import keep_for_current_stream
 from torchrec_picasso.rows.group import Matrices, RowGroup
@@ -42,7 +44,12 @@ class BatchRows:
         self.layout = layout
         self._matrices = Matrices(group.buffers_M, layout.num_rows_M)
         # exchanges in progress: index in fetch order, packs, handle
-        self._arrivals: list[tuple[int, set[int], PackedAllToAll]] = []
+        self._arrivals: list[tuple[int, set[int], Pending]] = []
+        # rows that this rank relays, in fetch order
+        self._relayed_P = Matrices(
+            [group.buffers_M[pack.matrix] for pack in layout.packs],
+            [pack.relay.wanted.num_rows if pack.relay else 0 for pack in layout.packs],
+        )
         self.modules_left = len(group.plan.modules)
         """Modules that still need the rows."""
         self.tracked: set[int] = set()
@@ -67,19 +74,30 @@ class BatchRows:
     def _fetch(self, exchange: int, packs: Sequence[int]) -> None:
         if not packs:
             return
-        ranks, matrices_M = self.group.ranks, self._matrices.tensors
+        matrices_M = self._matrices.tensors
         with torch.no_grad():
             # Home ranks gather (n, D) in fetch order; they land directly in their slice of the
             # requesting rank's matrix, also in fetch order.
-            payloads = []
+            payloads: list[Payload] = []
+            relayed: list[Callable[[], Payload]] = []
             for p in packs:
                 pack = self.layout.packs[p]
                 served, wanted = pack.requests.served_by_fetch, pack.wanted_by_fetch
                 rows = pack.requests.read(self.group.storages[p], exchange)
                 into = matrices_M[pack.matrix][pack.cold_slice][wanted.slice_of(exchange)]
                 served_W, wanted_W = served.counts_EW[exchange], wanted.counts_EW[exchange]
+                if pack.relay is not None:
+                    passing, order = self._relayed_P.tensors[p], pack.relay.wanted_by_fetch
+                    relayed.append(partial(pack.relay.answer, passing, exchange, into, wanted_W))
+                    into, wanted_W = passing[order.slice_of(exchange)], order.counts_EW[exchange]
                 payloads.append(Payload(rows, served_W, into, wanted_W))
-            pending = PackedAllToAll(ranks, payloads, self.layout.most_asked, ranks.row_codec)
+            pending = self.group.exchanges.start(
+                payloads,
+                lambda: [payload() for payload in relayed],
+                self.layout.most_asked,
+                self.group.ranks.row_codec,
+                to_homes=False,
+            )
         self._arrivals.append((exchange, set(packs), pending))
 
     def read_hot(self) -> None:
@@ -101,6 +119,21 @@ class BatchRows:
         for chunk in range(len(self.layout.sizes_K)):
             self.fetch_dirty(chunk)
         self.read_hot()
+
+    def relay(self, micro_batch: int) -> None:
+        """Passes on the rows of other ranks for a micro-batch, if rows travel by host. Collective:
+        a rank without samples there has rows to pass on, too."""
+        if self.group.exchanges.is_by_host:
+            self.wait_for(micro_batch, self.group.plan.packs_of(None))
+
+    def wait_for(self, micro_batch: int, packs: range) -> None:
+        """Waits for the exchanges of these packs that a micro-batch needs; those of later chunks
+        stay in progress."""
+        for arrival in list(self._arrivals):
+            exchange, brought, pending = arrival
+            if not brought.isdisjoint(packs) and exchange <= FIRST_DIRTY + micro_batch:
+                pending.wait()
+                self._arrivals.remove(arrival)
 
     def acquire(
         self,
@@ -134,8 +167,10 @@ class BatchRows:
         )
 
     def release(self) -> None:
-        """Ends the use of the rows' memory."""
+        """Ends the use of the rows' memory; that of relayed rows once they have been passed on."""
         self._matrices.release()
+        if not self._arrivals:
+            self._relayed_P.release()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,13 +230,7 @@ class MicroBatchRows:
         rows, plan = self.batch_rows, self.batch_rows.group.plan
         for matrix in plan.modules[self.module]:
             packs = plan.matrices[matrix]
-            # Exchanges of later chunks and of other packs stay in progress.
-            for arrival in list(rows._arrivals):
-                exchange, brought, pending = arrival
-                is_needed = not brought.isdisjoint(range(packs.start, packs.stop))
-                if is_needed and exchange <= FIRST_DIRTY + self.micro_batch:
-                    pending.wait()
-                    rows._arrivals.remove(arrival)
+            rows.wait_for(self.micro_batch, range(packs.start, packs.stop))
             # A pipeline may have started the fetch on another stream.
             yield keep_for_current_stream(rows._matrices.tensors[matrix])
 

@@ -21,14 +21,18 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.all_to_all import Ranks
+from torchrec_picasso.exchange.by_host import Exchanges, HostExchanges
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.rows.node_route import NodeRoute
 from torchrec_picasso.rows.pooled_route import PooledRoute
 from torchrec_picasso.rows.route import Route
 from torchrec_picasso.rows.row_route import RowRoute
 from torchrec_picasso.storage.row_storage import RowStorage
 
-ROUTES: Mapping[str, type[Route]] = {route.name: route for route in (RowRoute, PooledRoute)}
+ROUTES: Mapping[str, type[Route]] = {
+    route.name: route for route in (RowRoute, PooledRoute, NodeRoute)
+}
 """Routes by name; a group's packs, and the features of a batch, are in this order."""
 
 _SLACK = 1.125
@@ -56,6 +60,9 @@ class RowGroup:
             end = first + own[-1].pack + 1
             self.routes.append(ROUTES[name](own, storages[first:end], ranks, device))
             first = end
+        by_host = {isinstance(route, NodeRoute) for route in self.routes}
+        assert len(by_host) == 1, "a group exchanges by host, or directly"
+        self.exchanges = HostExchanges(ranks) if True in by_host else Exchanges(ranks)
         self.plan = PackPlan.joined([route.plan for route in self.routes])
         self.storages = storages
         self.ranks = ranks

@@ -24,7 +24,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.header import Header, HeaderExchange
-from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
+from torchrec_picasso.exchange.packed import Payload
+from torchrec_picasso.exchange.waiting import Pending
 from torchrec_picasso.ops.id_reader import PreparedIds
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.route import PackLayout, Pooling
@@ -88,7 +89,7 @@ class RowRequest:
         self._features_by_module = features_by_module
         self._validated = validated
         self._hot_epoch = group.hot_epoch
-        self._dirty_mask: PackedAllToAll | None = None
+        self._dirty_mask: Pending | None = None
         features = group.in_one(features_by_module)
         is_variable = features.variable_stride_per_key()
         if is_variable and any(route.needs_one_batch_size for route in group.routes):
@@ -108,7 +109,7 @@ class RowRequest:
         pairs = zip(group.routes, by_route)
         self.by_route = [route.read(own, self._sizes_K, prepared) for route, own in pairs]
         self.header_exchange = HeaderExchange(
-            ranks=group.ranks,
+            exchanges=group.exchanges,
             routes=[request.words for request in self.by_route],
             outside_ids=reduce(add, [request.outside_ids for request in self.by_route]),
             bad_weights=bad_weights,
@@ -138,12 +139,22 @@ class RowRequest:
         payloads: list[Payload] = []
         for request, words in zip(self.by_route, header.routes):
             payloads += request.row_number_payloads(words, group.row_dtype)
-        self._row_numbers = PackedAllToAll(group.ranks, payloads, header.most_asked)
+        self._row_numbers = group.exchanges.start(
+            payloads, self._relayed_row_numbers, header.most_asked, to_homes=True
+        )
         return True
 
     def receive_row_numbers(self) -> None:
         """Waits for the row numbers: after it the home ranks know the requested rows."""
         self._row_numbers.wait()
+        for request in self.by_route:
+            request.take_row_numbers()
+
+    def _relayed_row_numbers(self) -> list[Payload]:
+        return [p for request in self.by_route for p in request.relayed_row_numbers()]
+
+    def _relayed_dirty_mask(self) -> list[Payload]:
+        return [p for request in self.by_route for p in request.relayed_dirty_mask()]
 
     def send_dirty_mask(self, before: RowRequest) -> None:
         """Sends the dirty mask, the requested rows that the batch before updates. Collective."""
@@ -151,7 +162,9 @@ class RowRequest:
         for request, earlier in zip(self.by_route, before.by_route):
             payloads += request.dirty_mask_payloads(earlier)
         if payloads:
-            self._dirty_mask = PackedAllToAll(self._group.ranks, payloads, self.header.most_asked)
+            self._dirty_mask = self._group.exchanges.start(
+                payloads, self._relayed_dirty_mask, self.header.most_asked, to_homes=False
+            )
 
     def lay_out(self) -> RowLayout:
         """Builds the layout; waits for the dirty mask. Without a mask, all rows are dirty."""

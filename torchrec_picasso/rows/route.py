@@ -27,6 +27,7 @@ from torchrec_picasso.ops.id_reader import PreparedIds
 from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable, table_bases
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import ExchangeSplits
+from torchrec_picasso.ops.segment_reduction import gather_sum
 from torchrec_picasso.storage.row_storage import RowStorage, TouchedHot
 
 
@@ -112,6 +113,19 @@ class RouteRequest(ABC):
         empty for a route that fetches nothing ahead."""
         return []
 
+    def relayed_row_numbers(self) -> list[Payload]:
+        """Returns what this rank relays of the row numbers, after :meth:`row_number_payloads` have
+        arrived; only of a route by host."""
+        return []
+
+    def take_row_numbers(self) -> None:
+        """Reads the row numbers that have arrived at home ranks."""
+        return
+
+    def relayed_dirty_mask(self) -> list[Payload]:
+        """Returns what this rank relays of the dirty mask, as :meth:`relayed_row_numbers`."""
+        return []
+
     @abstractmethod
     def lay_out(self, first_matrix: int) -> RouteLayout:
         """Builds the layout, after the ids and, if it was sent, the dirty mask have arrived. The
@@ -129,6 +143,11 @@ class IncomingRequests(ABC):
     """Requested home rows, with repeats: integer, shape ``(n,)``."""
     served_by_fetch: ExchangeSplits
     """The sent vectors in fetch order, by exchange and destination rank."""
+
+    @property
+    def asked_rows_n(self) -> Tensor:
+        """Requested home rows, with a repeat for each rank that asks: integer, shape ``(n,)``."""
+        return self.home_row_numbers_n
 
     @abstractmethod
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
@@ -194,6 +213,46 @@ class Pooling(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Relay:
+    """The rows of one pack that this rank relays, each once. *Asked* are the rows that the ranks of
+    its host ask for, in repeats; *wanted* what this rank asks the home ranks of its place for."""
+
+    asked: ExchangeSplits
+    """Asked rows in request order, by chunk and rank of the host."""
+    asked_by_fetch: ExchangeSplits
+    """Asked rows in fetch order."""
+    wanted: ExchangeSplits
+    """Wanted rows in request order, by chunk and host."""
+    wanted_by_fetch: ExchangeSplits
+    """Wanted rows in fetch order."""
+    wanted_of_asked_n: Tensor
+    """Position in fetch order of the wanted row of each asked row in fetch order, int64."""
+    asked_by_wanted_n: Tensor
+    """Positions in request order of asked rows, grouped by wanted row in request order, int64."""
+    edges_U1: Tensor
+    """First entry of each wanted row in the tensor above, and n, int64."""
+
+    def answer(
+        self, rows_UD: Tensor, exchange: int, into: Tensor, counts_L: Sequence[int]
+    ) -> Payload:
+        """Returns the rows of an exchange for the ranks of the host, from the wanted rows in fetch
+        order; ``into`` and ``counts_L`` are what this rank receives of them itself."""
+        own = self.wanted_of_asked_n[self.asked_by_fetch.slice_of(exchange)]
+        rows = rows_UD.index_select(0, own)
+        return Payload(rows, self.asked_by_fetch.counts_EW[exchange], into, counts_L)
+
+    def sums(self, grads_nD: Tensor, chunk: int, into: Tensor, counts_Y: Sequence[int]) -> Payload:
+        """Returns the summed gradients of a chunk for home ranks, from those of the asked rows of
+        this and later chunks; ``into`` and ``counts_Y`` are what this rank receives as home."""
+        own = self.wanted.slice_of(chunk)
+        edges = self.edges_U1[own.start : own.stop + 1]
+        asked_n = self.asked_by_wanted_n[int(edges[0]) : int(edges[-1])]
+        # in the order of chunks and ranks, whatever arrived first
+        sums = gather_sum(grads_nD, asked_n, edges - edges[0], None)
+        return Payload(sums, self.wanted.counts_EW[chunk], into, counts_Y)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PackLayout:
     """The rows of one pack. *Wanted* are the cold rows that this rank asks for, *served* the home
     rows of this rank that any rank asks for; both include what this rank asks of itself."""
@@ -214,6 +273,8 @@ class PackLayout:
     """Served rows in request order, by chunk and requesting rank."""
     requests: IncomingRequests
     """Requests for home rows of this rank."""
+    relay: Relay | None = None
+    """What this rank relays of the pack; ``None`` = ranks and home ranks exchange directly."""
 
     @property
     def num_rows(self) -> int:

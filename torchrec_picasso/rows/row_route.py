@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import BatchCut, cut_pooling, micro_batch_of_lookup, segment_edges
 from torchrec_picasso.ops.id_reader import IdReader, PreparedIds, ReadIds
-from torchrec_picasso.ops.ids import bits_to_words
+from torchrec_picasso.ops.ids import IdSpace, bits_to_words
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
@@ -49,6 +50,7 @@ from torchrec_picasso.rows.route import (
     IncomingRequests,
     PackLayout,
     Pooling,
+    Relay,
     Route,
     RouteLayout,
     RouteRequest,
@@ -83,12 +85,21 @@ class RowRoute(Route):
         torch.index_select(self._marked, 0, rows_n, out=out_n)
         self._marked.index_fill_(0, others_m, 0)
 
+    @property
+    def request_space(self) -> IdSpace:
+        """The id space with home ranks numbered in request order: as they are."""
+        return self.space
+
+    def by_rank(self, counts_WX: Tensor) -> Tensor:
+        """Returns an entry per home rank in the order of ranks, from that of requests."""
+        return counts_WX
+
     def read(
         self,
         features: KeyedJaggedTensor,
         sizes_K: Sequence[int | None],
         prepared: PreparedIds | None = None,
-    ) -> _Request:
+    ) -> RowsRequest:
         """Finds the unique rows of a batch, and puts them in request order."""
         given = (features, sizes_K, features.weights_or_none() is not None)
         if prepared is not None and not self._reader.can_use(prepared, *given):
@@ -102,18 +113,19 @@ class RowRoute(Route):
         if cut.num_micro_batches > 1:
             micro_batch_N = micro_batch_of_lookup(edges_J1, cut.micro_batch_by_segment, num_lookups)
             chunk_U = first_use_chunks(rows, micro_batch_N, cut.num_micro_batches)
-        located = locate_rows(rows.ids_U, self.space, self.hot, chunk_U, cut.num_micro_batches)
+        space = self.request_space
+        located = locate_rows(rows.ids_U, space, self.hot, chunk_U, cut.num_micro_batches)
         # For rank w: P K counts, from (P K, W) transposed, and the slots, the same for all ranks.
-        size = self.space.world_size
+        size = space.world_size
         sent = [
-            located.counts_PQ[:, 1:].reshape(-1, size).t(),
+            self.by_rank(located.counts_PQ[:, 1:].reshape(-1, size).t()),
             bits_to_words(located.is_used_H).expand(size, -1),
         ]
         # Numbers that the host needs come with the header, which it waits for in any case.
         kept = [located.counts_PQ.reshape(-1), edges_J1]
         if num_lookups and edges_J1.device.type != "cpu":
             kept.append(rows.counts_U.max().view(1))  # for sums in pieces, on an accelerator
-        return _Request(
+        return self._request(
             words=RouteWords(sent, kept=kept),
             outside_ids=ids.outside_ids,
             is_prepared=prepared is not None,
@@ -125,9 +137,46 @@ class RowRoute(Route):
             micro_batch_N=micro_batch_N,
         )
 
+    def _request(self, **fields: Any) -> RowsRequest:
+        return RowsRequest(**fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchOrders:
+    """The packs' rows in fetch order; ``None`` = their request order."""
+
+    wanted_P: Sequence[ExchangeSplits]
+    wanted_order_n: Tensor | None
+    """Position in request order of each wanted row in fetch order, over all packs, int64."""
+    served_P: Sequence[ExchangeSplits]
+    served_order_n: Tensor | None
+
+    @staticmethod
+    def find(
+        wanted_P: Sequence[ExchangeSplits],
+        served_P: Sequence[ExchangeSplits],
+        dirty_n: Tensor | None,
+    ) -> FetchOrders:
+        """Computes the orders from those of requests; ``dirty_n`` marks wanted rows, then served
+        ones, as :func:`.find_fetch_orders`."""
+        counts = [rows.counts_EW for rows in (*wanted_P, *served_P)]
+        by_fetch, order_n = find_fetch_orders(counts, dirty_n)
+        wanted_order_n = served_order_n = None
+        if order_n is not None:
+            # Wanted rows are the first of the order, so served rows count from their number.
+            num_wanted = sum(rows.num_rows for rows in wanted_P)
+            wanted_order_n, served_order_n = order_n[:num_wanted], order_n[num_wanted:] - num_wanted
+        num_packs = len(wanted_P)
+        return FetchOrders(
+            wanted_P=by_fetch[:num_packs],
+            wanted_order_n=wanted_order_n,
+            served_P=by_fetch[num_packs:],
+            served_order_n=served_order_n,
+        )
+
 
 @dataclass(kw_only=True)
-class _Request(RouteRequest):
+class RowsRequest(RouteRequest):
     """The request for the distinct rows of one batch.
 
     Served rows, the dirty mask and the fetch order are one vector each, by pack, chunk and rank, so
@@ -159,15 +208,16 @@ class _Request(RouteRequest):
     """Whether wanted rows, then served rows, are dirty, uint8; ``None`` = all are."""
 
     def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
+        """Reads the counts of rows, and returns row numbers by chunk."""
         # In the pieces that RowRoute.read made.
         (counts_WX, bits_WX), (counts_n, edges_J1, *most) = words
         self._most_lookups = int(most[0][0]) if most else 0
         hot, located = self.route.hot, self.located
         own_PQ = counts_n.reshape(located.counts_PQ.shape)
-        num_packs, world_size = len(own_PQ), len(counts_WX)
-        wanted_PKW = own_PQ[:, 1:].reshape(num_packs, -1, world_size)
-        # From (W, P K) by sender to (P, K, W).
-        served_PKW = counts_WX.T.reshape(wanted_PKW.shape)
+        num_packs = len(own_PQ)
+        wanted_PKW, served_PKW = self._counts(
+            own_PQ[:, 1:].reshape(num_packs, -1, self.route.space.world_size), counts_WX
+        )
         self._lookups_MKJ = self.cut.by_micro_batch(np.diff(edges_J1).tolist())
         # storage_row_U is ordered by pack, hot rows first: split it into [hot, cold] of each pack.
         nums = [num for hot, *cold_KW in own_PQ.tolist() for num in (hot, sum(cold_KW))]
@@ -180,46 +230,53 @@ class _Request(RouteRequest):
         self._touched_P = hot.touched(bits_WX)
         self._wanted_P = [ExchangeSplits(wanted_KW) for wanted_KW in wanted_PKW.tolist()]
         self._served_P = [ExchangeSplits(served_KW) for served_KW in served_PKW.tolist()]
-        self._served_n = wanted_n.new_empty(int(counts_WX.sum()))
-        served_P = _by_pack(self._served_n, self._served_P)
-        return _by_chunk(wanted_n.split(nums)[1::2], self._wanted_P, served_P, self._served_P)
+        self._served_n = wanted_n.new_empty(int(served_PKW.sum()))
+        served_P = by_pack(self._served_n, self._served_P)
+        return by_chunk(wanted_n.split(nums)[1::2], self._wanted_P, served_P, self._served_P)
+
+    def _counts(
+        self, own_PKW: np.ndarray, received_WX: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns how many rows this rank wants and serves, by pack, chunk and other rank, from its
+        own counts and those in the header words."""
+        # From (W, P K) by sender to (P, K, W).
+        return own_PKW, received_WX.T.reshape(own_PKW.shape)
+
+    def _asked_of_homes(self) -> Sequence[ExchangeSplits]:
+        """Returns the rows that this rank asks home ranks for, in request order."""
+        return self._wanted_P
 
     @cached_property
     def _served_here_n(self) -> Tensor:
         """Row numbers of served rows, counted over all packs of this rank, int64."""
         rows_n = self._served_n.to(torch.int64, copy=True)
         if len(self._served_P) > 1:
-            torch._foreach_add_(_by_pack(rows_n, self._served_P), self.route.first_rows_P)
+            torch._foreach_add_(by_pack(rows_n, self._served_P), self.route.first_rows_P)
         return rows_n
 
-    def dirty_mask_payloads(self, before: _Request) -> list[Payload]:
-        # One uint8 per served row: whether the batch before requested the same row. The mask
-        # travels back: to whom row numbers came from.
-        num_wanted = sum(rows.num_rows for rows in self._wanted_P)
+    def dirty_mask_payloads(self, before: RowsRequest) -> list[Payload]:
+        """Returns one uint8 per served row: whether the batch before requested the same row. The
+        mask travels back: to whom row numbers came from."""
+        asked_P = self._asked_of_homes()
+        num_wanted = sum(rows.num_rows for rows in asked_P)
         num_served = self._served_n.numel()
         self._dirty_n = self._served_n.new_empty(num_wanted + num_served, dtype=torch.uint8)
         wanted_n, served_n = self._dirty_n.split([num_wanted, num_served])
         self.route.mark_among(self._served_here_n, before._served_here_n, served_n)
-        sent_P, received_P = _by_pack(served_n, self._served_P), _by_pack(wanted_n, self._wanted_P)
-        return _by_chunk(sent_P, self._served_P, received_P, self._wanted_P)
+        sent_P, received_P = by_pack(served_n, self._served_P), by_pack(wanted_n, asked_P)
+        return by_chunk(sent_P, self._served_P, received_P, asked_P)
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
-        counts = [rows.counts_EW for rows in (*self._wanted_P, *self._served_P)]
-        by_fetch, order_n = find_fetch_orders(counts, self._dirty_n)
-        wanted_order_n, numbers_by_fetch_n = None, self._served_n
-        if order_n is not None:
-            # Wanted rows are the first of the order, so served rows count from their number.
-            num_wanted = order_n.numel() - self._served_n.numel()
-            wanted_order_n, served_order_n = order_n[:num_wanted], order_n[num_wanted:] - num_wanted
-            numbers_by_fetch_n = self._served_n.index_select(0, served_order_n)
-        packs, num_rows_M = self._lay_out_packs(first_matrix, by_fetch, numbers_by_fetch_n)
+        """Builds the layout in fetch order."""
+        orders, relay_P = self._find_orders()
+        packs, num_rows_M = self._lay_out_packs(first_matrix, orders, relay_P)
         nums_P = [(pack.hot_slots.numel(), pack.wanted.num_rows) for pack in packs]
         # Lookups are summed over a micro-batch's segments: cut_pooling sees whole micro-batches.
         index_KM = cut_pooling(
             self.ids.bags,
             self.ids.rows,
             self.located,
-            fetch_positions(self.located, wanted_order_n, nums_P),
+            fetch_positions(self.located, orders.wanted_order_n, nums_P),
             self.cut,
             micro_batch_N=self.micro_batch_N,
             lookups_MK=[[sum(lookups_J) for lookups_J in row] for row in self._lookups_MKJ],
@@ -236,34 +293,47 @@ class _Request(RouteRequest):
         ]
         return packs, pooling_KM
 
+    def _find_orders(self) -> tuple[FetchOrders, Sequence[Relay | None]]:
+        """Returns the fetch orders of wanted and served rows, and what is relayed, by pack."""
+        orders = FetchOrders.find(self._wanted_P, self._served_P, self._dirty_n)
+        return orders, [None] * len(self._wanted_P)
+
+    def _incoming_rows(self, orders: FetchOrders) -> list[IncomingRequests]:
+        """Returns the requests for home rows, by pack."""
+        numbers_by_fetch_n = self._served_n
+        if orders.served_order_n is not None:
+            numbers_by_fetch_n = self._served_n.index_select(0, orders.served_order_n)
+        rows_P = by_pack(self._served_n, self._served_P)
+        rows_by_fetch_P = by_pack(numbers_by_fetch_n, self._served_P)
+        return [
+            IncomingRows(
+                home_row_numbers_n=rows, served_by_fetch=splits, row_numbers_by_fetch_n=by_fetch
+            )
+            for rows, splits, by_fetch in zip(rows_P, orders.served_P, rows_by_fetch_P)
+        ]
+
     def _lay_out_packs(
-        self, first_matrix: int, by_fetch: Sequence[ExchangeSplits], numbers_by_fetch_n: Tensor
+        self, first_matrix: int, orders: FetchOrders, relay_P: Sequence[Relay | None]
     ) -> tuple[list[PackLayout], list[int]]:
-        """Builds the layout of each pack, and counts the rows of each matrix. ``by_fetch`` splits
-        the wanted rows of the packs, then the served ones."""
+        """Builds the layout of each pack, and counts the rows of each matrix."""
         homes_P = [storage.hot_homes for storage in self.route.storages]
         touched_P = HotHomes.find_own(homes_P, self._touched_P)
-        rows_P = _by_pack(self._served_n, self._served_P)
-        rows_by_fetch_P = _by_pack(numbers_by_fetch_n, self._served_P)
+        incoming_P = self._incoming_rows(orders)
         packs: list[PackLayout] = []
         num_rows_M: list[int] = []
         for matrix, packs_of_matrix in enumerate(self.route.plan.matrices):
             start = 0  # packs of one matrix follow each other
             for p in range(packs_of_matrix.start, packs_of_matrix.stop):
-                incoming = _IncomingRows(
-                    home_row_numbers_n=rows_P[p],
-                    served_by_fetch=by_fetch[len(self._wanted_P) + p],
-                    row_numbers_by_fetch_n=rows_by_fetch_P[p],
-                )
                 pack = PackLayout(
                     matrix=first_matrix + matrix,
                     start=start,
                     hot_slots=self._hot_P[p],
                     touched=touched_P[p],
                     wanted=self._wanted_P[p],
-                    wanted_by_fetch=by_fetch[p],
+                    wanted_by_fetch=orders.wanted_P[p],
                     served=self._served_P[p],
-                    requests=incoming,
+                    requests=incoming_P[p],
+                    relay=relay_P[p],
                 )
                 packs.append(pack)
                 start += pack.num_rows
@@ -272,7 +342,7 @@ class _Request(RouteRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _IncomingRows(IncomingRequests):
+class IncomingRows(IncomingRequests):
     """Incoming requests for home rows in request order, each read for every requesting rank."""
 
     sends_rows = True
@@ -281,17 +351,20 @@ class _IncomingRows(IncomingRequests):
     """Home rows in fetch order."""
 
     @staticmethod
-    def joined(batches: Sequence[_IncomingRows]) -> _IncomingRows:
+    def joined(batches: Sequence[IncomingRows]) -> IncomingRows:
+        """Merges the requests of several batches for their update."""
         rows_n = torch.cat([incoming.home_row_numbers_n for incoming in batches])
         whole = ExchangeSplits([[rows_n.numel()]])
-        return _IncomingRows(
+        return IncomingRows(
             home_row_numbers_n=rows_n, served_by_fetch=whole, row_numbers_by_fetch_n=rows_n
         )
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
+        """Returns the rows of one exchange, by destination rank: float32, ``(n, D)``."""
         return storage.gather(self.row_numbers_by_fetch_n[self.served_by_fetch.slice_of(exchange)])
 
     def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
+        """Updates every row once, and the touched hot rows."""
         storage.update(self.home_row_numbers_n, touched, grads_mD)
 
 
@@ -337,14 +410,14 @@ class _RowPooling(Pooling):
         sums_RD.index_add_(0, self.index.gradient_position_U, grads_nD)
 
 
-def _by_pack(values_n: Tensor, rows_P: Sequence[ExchangeSplits]) -> tuple[Tensor, ...]:
+def by_pack(values_n: Tensor, rows_P: Sequence[ExchangeSplits]) -> tuple[Tensor, ...]:
     """Splits one value per row of all packs into the packs; views."""
     if len(rows_P) == 1:
         return (values_n,)
     return values_n.split([rows.num_rows for rows in rows_P])
 
 
-def _by_chunk(
+def by_chunk(
     sent_P: Sequence[Tensor],
     sent_by_P: Sequence[ExchangeSplits],
     received_P: Sequence[Tensor],

@@ -30,9 +30,11 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.errors import CompatError, PlanError
 from torchrec_picasso.exchange.all_to_all import Ranks, connect
+from torchrec_picasso.exchange.by_host import connect_hosts
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.placement import HotColdParams, pack_key
 from torchrec_picasso.rows.group import RowGroup
+from torchrec_picasso.rows.node_route import NodeRoute
 from torchrec_picasso.sharding.in_backward import (
     HotColdPooledLookup,
     HotColdSequenceLookup,
@@ -86,6 +88,28 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         self._ranks = Ranks(self._pg, qcomm_codecs_registry)
         if device is not None and device.type == "cpu":
             connect(self._pg)
+        if any(param.form == NodeRoute.name for param in params.values()):
+            self._connect_hosts(params, device)
+
+    def _connect_hosts(
+        self, params: Mapping[str, HotColdParams], device: torch.device | None
+    ) -> None:
+        """Connects this rank for exchanges by host. Collective."""
+        name = next(name for name, param in params.items() if param.form == NodeRoute.name)
+        direct = [name for name, param in params.items() if param.form != NodeRoute.name]
+        if direct:
+            raise CompatError(
+                f"table {name!r} has form='node_rows', table {direct[0]!r} of the same module "
+                f"form={params[direct[0]].form!r}; give all hot/cold tables of a module "
+                "form='node_rows', or none"
+            )
+        if self._ranks.row_codec or self._ranks.gradient_codec:
+            raise CompatError(
+                f"table {name!r} has form='node_rows', and its module a codec for rows or "
+                "gradients, which two parts of an exchange would apply twice; leave out the codec "
+                "of SEQUENCE_EMBEDDINGS_ALL_TO_ALL, or use form='rows'"
+            )
+        connect_hosts(self._pg, device)
 
     def create_lookup(
         self,

@@ -175,6 +175,7 @@ class InFlightBatch(Fetched):
         self.compute_full_outputs(plain)
         outputs = {name: self.full_outputs[name].detached() for name in plain}
         for group_batch in self.groups:
+            group_batch.rows.relay(len(self.sizes_K) - 1)
             for name in group_batch.group.modules:
                 self._weights_of(group_batch, name)  # once, with their graph
                 with torch.no_grad():

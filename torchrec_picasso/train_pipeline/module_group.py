@@ -102,10 +102,10 @@ def is_weighted(module: ScheduledModule, has_weights: bool) -> bool:
 
 def peers_of(name: str, module: ScheduledModule) -> tuple[Any, ...]:
     """Returns what is equal for modules that can share an exchange, whatever their features."""
-    # One exchange needs one process group and one wire precision; a module with several waves has
-    # its own name in the key, so it travels alone.
-    ranks = module.group.ranks
-    return (ranks.pg, *ranks.wire, name if module.group.is_staggered else None)
+    # One exchange needs one process group, way between hosts and wire precision; a module with
+    # several waves has its own name in the key, so it travels alone.
+    group, ranks = module.group, module.group.ranks
+    return (ranks.pg, type(group.exchanges), *ranks.wire, name if group.is_staggered else None)
 
 
 def group_modules(

@@ -182,6 +182,8 @@ class Operations:
         A batch that this rank does not cut runs as the first one: then the others are operations
         without a run, which all ranks still reach in the same order.
         """
+        for each in inflight.groups:
+            each.rows.relay(index)
         runs = inflight.runs
         run = next((run for run in runs if run.forward_at == index), None)
         if run is None:

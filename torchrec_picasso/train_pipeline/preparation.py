@@ -28,7 +28,7 @@ from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.ops.id_reader import IdReader, PreparedIds
 from torchrec_picasso.ops.ids import IdSpace, PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
-from torchrec_picasso.rows.group import merged_tables
+from torchrec_picasso.rows.group import ROUTES, merged_tables
 from torchrec_picasso.rows.row_route import RowRoute
 from torchrec_picasso.rows.valid_features import length_error, with_weights
 from torchrec_picasso.train_pipeline.model_parts import ScheduledModule
@@ -127,7 +127,7 @@ class Preparation:
         names = tuple(each.name for each in readings)
         if names not in self._readers:
             merged = merged_tables([each.tables for each in readings])
-            tables = [table for table in merged if table.route == RowRoute.name]
+            tables = [table for table in merged if issubclass(ROUTES[table.route], RowRoute)]
             reader = None
             if tables:
                 reader = IdReader(IdSpace.build(tables, _CPU), PackPlan.build(tables, _CPU))

@@ -95,7 +95,7 @@ def adopt_hot_rows(plan: ShardingPlan, hot_rows: Mapping[str, Tensor]) -> bool:
         name: sharding
         for module_plan in plan.plan.values()
         for name, sharding in dict(module_plan).items()
-        if isinstance(sharding.cache_params, HotColdParams) and sharding.cache_params.form == "rows"
+        if isinstance(sharding.cache_params, HotColdParams) and sharding.cache_params.form != "bags"
     }
     planned = sum(sharding.cache_params.num_hot_rows for sharding in sharding_of_table.values())
     if not hot_rows.keys() <= sharding_of_table.keys() or planned != sum(

@@ -1,0 +1,238 @@
+"""Exchanges between ranks that ask and home ranks: direct, or in two parts by host.
+
+Of Y hosts with L ranks, rank ``y L + l`` has *place* l on host y. By host, what goes to home ranks
+first goes *inside* the host, to the rank that has the home rank's place, the *relay*, and then
+*across* hosts, among the ranks of one place; what comes from home ranks takes the same way back. A
+rank then has L - 1 + Y - 1 peers instead of Y L - 1. At the relay rows that several ranks of its
+host asked for become one, and one becomes several.
+
+The second part needs what the first one brings. On the way to home ranks, whose first part stays in
+the host, it starts when a later exchange starts or is waited for; on the way back, whose first part
+needs the network, when the exchange or a later one is waited for. Second parts start in the order
+of their first parts. Each direction has groups of its own inside and across, so the order of
+messages in a group is equal on all ranks, also where ranks wait in another order.
+
+Shape letters: L places, W ranks, X words, Y hosts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrec_picasso._torchrec import QuantizedCommCodec
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.exchange.agreement import Agreement
+from torchrec_picasso.exchange.all_to_all import Ranks, is_on_gloo, ranks_of_part
+from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
+from torchrec_picasso.exchange.waiting import Pending, wait_for
+
+Relayed = Callable[[], Sequence[Payload]]
+"""Returns the payloads of the second part, once those of the first have arrived at the relay."""
+
+_USE_ROWS = "use form='rows'"
+
+
+class Exchanges:
+    """Exchanges in which each rank sends to every other one."""
+
+    is_by_host = False
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def send_words(self, words_WX: Tensor) -> tuple[Pending, Tensor]:
+        """Starts sending the words for each rank, ``(W, X)``. Collective.
+
+        The returned memory, ``(W, X)``, will contain the words of each rank.
+        """
+        received_WX = torch.empty_like(words_WX)
+        words_W = [words_WX.size(1)] * len(words_WX)
+        ends = received_WX.view(-1), words_WX.view(-1)
+        work = self._ranks.start_all_to_all(*ends, words_W, words_W, sum(words_W))
+        return _Words(work), received_WX
+
+    def start(
+        self,
+        payloads: Sequence[Payload],
+        relayed: Relayed,
+        most_asked: int,
+        codec: QuantizedCommCodec | None = None,
+        *,
+        to_homes: bool,
+    ) -> Pending:
+        """Starts an exchange, to home ranks or back, as :class:`.PackedAllToAll`. Collective.
+        ``relayed`` is called by exchanges of two parts."""
+        return PackedAllToAll(self._ranks, payloads, most_asked, codec)
+
+
+class _Words:
+    """Words that are on their way to each rank."""
+
+    def __init__(self, work: Pending) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        wait_for(self._work)
+
+
+class HostExchanges(Exchanges):
+    """Exchanges by host; :func:`connect_hosts` made their groups. Payloads of the first part are
+    grouped by the ranks that take part in it. There are no codecs."""
+
+    is_by_host = True
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(ranks)
+        self._parts = _parts[ranks.pg]
+        self.num_hosts, self.num_places = self._parts.num_hosts, self._parts.num_places
+
+    def send_words(self, words_WX: Tensor) -> tuple[Pending, Tensor]:
+        """Starts sending the words for each rank, ``(W, X)``. Collective.
+
+        The returned memory, ``(2 W, X)``, will contain the words of each rank, then those that
+        this rank relays, by place of the sender on this host and host of the receiver.
+        """
+        size, (num_hosts, num_places) = len(words_WX), (self.num_hosts, self.num_places)
+        received = words_WX.new_empty(2 * size, words_WX.size(1))
+        arrived, passing = received.split(size)
+
+        def swapped(words: Tensor, first: int, second: int) -> Tensor:
+            return words.view(first, second, -1).transpose(0, 1).reshape(size, -1)
+
+        def relayed() -> list[Payload]:
+            by_host = swapped(passing, num_places, num_hosts)
+            return [Payload(by_host, [num_places] * num_hosts, arrived, [num_places] * num_hosts)]
+
+        # from rank order (host, place) to (place, host): the relay of a home rank has its place
+        by_place, each = swapped(words_WX, num_hosts, num_places), [num_hosts] * num_places
+        payload = Payload(by_place, each, passing, each)
+        return self.start([payload], relayed, size, to_homes=True), received
+
+    def start(
+        self,
+        payloads: Sequence[Payload],
+        relayed: Relayed,
+        most_asked: int,
+        codec: QuantizedCommCodec | None = None,
+        *,
+        to_homes: bool,
+    ) -> Pending:
+        """Starts the first part. Collective; ``relayed`` returns the payloads of the second."""
+        assert codec is None, "two parts would round twice"
+        parts = self._parts
+        _start_all(parts.to_homes)
+        first, second = parts.ranks_to_homes if to_homes else parts.ranks_from_homes
+        exchange = PackedAllToAll(first, payloads, most_asked)
+
+        @torch.no_grad()
+        def start_second() -> Pending:
+            exchange.wait()
+            return PackedAllToAll(second, relayed(), most_asked)
+
+        return _InTwoParts(parts, start_second, to_homes)
+
+
+class _InTwoParts:
+    """An exchange of two parts, in progress. The queue of its direction keeps it until its second
+    part starts, also if it is dropped, so that ranks start the same parts."""
+
+    def __init__(self, parts: _Parts, start: Callable[[], Pending], to_homes: bool) -> None:
+        self._parts = parts
+        self._start: Callable[[], Pending] | None = start
+        self._queue = parts.to_homes if to_homes else parts.from_homes
+        self._queue.append(self)
+        self._second: Pending | None = None
+
+    def start_second(self) -> None:
+        """Waits for the first part, then starts the second one."""
+        assert self._start is not None, "it has left the queue"
+        self._second, self._start = self._start(), None
+
+    def wait(self) -> None:
+        """Finishes the exchange; further calls have no effect."""
+        _start_all(self._parts.to_homes)
+        while self._second is None:
+            self._queue.popleft().start_second()
+        self._second.wait()
+
+
+def _start_all(queue: deque[_InTwoParts]) -> None:
+    """Starts the second parts of all exchanges in a queue."""
+    while queue:
+        queue.popleft().start_second()
+
+
+class _Parts:
+    """The groups of one process group's exchanges by host, and the exchanges whose second part has
+    not started, in start order. Collective."""
+
+    def __init__(self, pg: dist.ProcessGroup, num_places: int) -> None:
+        self.num_places, self.num_hosts = num_places, pg.size() // num_places
+        host, place = divmod(pg.rank(), num_places)
+        every = dist.get_process_group_ranks(pg)
+        inside = every[host * num_places : (host + 1) * num_places]
+        across = every[place::num_places]
+        # all ranks make their groups in this order
+        to_inside, to_across, from_across, from_inside = (
+            ranks_of_part(pg, ranks, use)
+            for ranks, use in [
+                (inside, "to relays"),
+                (across, "from relays to homes"),
+                (across, "from homes to relays"),
+                (inside, "from relays"),
+            ]
+        )
+        self.ranks_to_homes = to_inside, to_across
+        self.ranks_from_homes = from_across, from_inside
+        self.to_homes: deque[_InTwoParts] = deque()
+        self.from_homes: deque[_InTwoParts] = deque()
+
+
+_parts: WeakKeyDictionary[dist.ProcessGroup, _Parts] = WeakKeyDictionary()
+
+
+def connect_hosts(pg: dist.ProcessGroup, device: torch.device | None) -> None:
+    """Makes the groups of exchanges by host, before a rank can fail alone. Collective.
+
+    ``LOCAL_WORLD_SIZE`` and ``LOCAL_RANK``, as torchrun sets them, say which ranks share a host.
+    Raises CompatError on all ranks if exchanges by host do not apply to these ranks.
+    """
+    if pg in _parts:
+        return
+    if device is None or device.type != "cpu" or not is_on_gloo(pg):
+        raise CompatError(
+            f"form='node_rows' was given for tables on {device}; it is built and tested for the "
+            f"CPU with gloo: {_USE_ROWS}"
+        )
+    names = "LOCAL_WORLD_SIZE", "LOCAL_RANK"
+    own = [int(value) if (value := os.environ.get(name, "")).isdigit() else -1 for name in names]
+    by_rank = Agreement(pg, device, own).wait()
+    if (reason := why_no_hosts(by_rank)) is not None:
+        raise CompatError(f"form='node_rows' was given, but {reason}: {_USE_ROWS}")
+    _parts[pg] = _Parts(pg, by_rank[0][0])
+
+
+def why_no_hosts(by_rank: Sequence[Sequence[int]]) -> str | None:
+    """Returns the reason why ranks cannot exchange by host, from ranks of the host and number on
+    it, by rank; ``None`` = they can."""
+    sizes, size = sorted({num for num, _ in by_rank}), len(by_rank)
+    if sizes[0] < 1:
+        return "LOCAL_WORLD_SIZE is not set on all ranks, as torchrun does"
+    if len(sizes) > 1:
+        return f"hosts have {' or '.join(map(str, sizes))} ranks; expected as many on each host"
+    num_places = sizes[0]
+    if num_places == 1:
+        return "each host has one rank"
+    if num_places == size:
+        return "all ranks are on one host"
+    places = [place for _, place in by_rank]
+    if size % num_places or places != [*range(num_places)] * (size // num_places):
+        return f"ranks are not numbered host by host, {num_places} on each"
+    return None
