@@ -78,8 +78,8 @@ class Steps(ABC):
     def summary(self) -> str:
         """Describes how each sharded module is run, line by line."""
 
-    def release(self) -> None:  # noqa: B027, nothing is replaced unless a class does
+    def release(self) -> None:  # noqa: B027, stock steps replace nothing
         """Gives the model its own forwards back, if they are replaced."""
 
-    def begin_again(self) -> None:  # noqa: B027
+    def begin_again(self) -> None:  # noqa: B027, stock steps examine nothing
         """Lets the next step examine the model as for the first time."""
