@@ -21,7 +21,6 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.all_to_all import Ranks
-from torchrec_picasso.exchange.by_host import Exchanges, HostExchanges
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.rows.node_route import NodeRoute
@@ -60,9 +59,9 @@ class RowGroup:
             end = first + own[-1].pack + 1
             self.routes.append(ROUTES[name](own, storages[first:end], ranks, device))
             first = end
-        by_host = {isinstance(route, NodeRoute) for route in self.routes}
-        assert len(by_host) == 1, "a group exchanges by host, or directly"
-        self.exchanges = HostExchanges(ranks) if True in by_host else Exchanges(ranks)
+        ways = {route.exchanges for route in self.routes}
+        assert len(ways) == 1, "a group exchanges by host, or directly"
+        self.exchanges = ways.pop()(ranks)
         self.plan = PackPlan.joined([route.plan for route in self.routes])
         self.storages = storages
         self.ranks = ranks

@@ -49,6 +49,7 @@ class NodeRoute(RowRoute):
     """Tables whose unique rows travel by host. Arguments as for :class:`Route`."""
 
     name = "node_rows"
+    exchanges = HostExchanges
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,6 +21,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.all_to_all import Ranks
+from torchrec_picasso.exchange.by_host import Exchanges
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.id_reader import PreparedIds
@@ -42,6 +43,8 @@ class Route(ABC):
     """Whether a row that arrived for one micro-batch is used by later ones."""
     needs_one_batch_size: ClassVar[bool] = False
     """Whether variable-batch (VBE) features are padded to one batch size."""
+    exchanges: ClassVar[type[Exchanges]] = Exchanges
+    """The way between ranks that ask and home ranks; one for all routes of a group."""
 
     tables: Sequence[PackedTable]
     storages: Sequence[RowStorage]
