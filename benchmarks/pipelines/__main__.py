@@ -16,7 +16,7 @@ hot_cold (the planner's choice by measured curves) and hot_cold:HOT_ROWS under
 TrainPipelineSparseDist; interleaved, the planner's choice under InterleavedTrainPipeline, which
 chooses micro-batches and lookahead; interleaved:K and interleaved:K:HOT_ROWS with K micro-batches,
 interleaved:auto:HOT_ROWS with its own choice of them, and interleaved_no_lookahead
-in the same forms.
+in the same forms. +rows and +node_rows send the rows of its plan flat or by host.
 
 --scenario NAME asks what was published under that name; options beside it replace its own.
 

@@ -19,6 +19,25 @@ _AUTOMATIC, _BY_HAND = ("hot_cold", "interleaved"), ("interleaved:4:5000", "inte
 _BEST_STOCK = "table_wise"
 """Fastest stock plan of this model at 1 Gbit/s; alone where a step takes seconds."""
 _FEW = {"rounds": 4, "block_steps": 3}
+_FORMS = "interleaved+rows", "interleaved+node_rows"
+
+
+def _hosts(hosts: int, ranks_per_host: int, rate_mbit: float, batch_size: int) -> dict[str, Any]:
+    """Returns a cluster, and what is compared there; rows by host need several ranks on each."""
+    by_hand = _FORMS if ranks_per_host > 1 else ("interleaved:4:5000",)
+    variants = (_BEST_STOCK, "interleaved", *by_hand)
+    return {
+        "hosts": hosts,
+        "ranks_per_host": ranks_per_host,
+        "rate_mbit": rate_mbit,
+        "batch_size": batch_size,
+        "dim": 64,
+        "variants": variants,
+        "heldout_steps": 1,
+        **_FEW,
+    }
+
+
 SCENARIOS: dict[str, dict[str, Any]] = {
     "1gbit_thin": {},
     "1gbit_dlrm": {"towers": "dlrm"},
@@ -35,6 +54,10 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     },
     "1gbit_uniform": {"data": "uniform", "variants": (*VARIANTS[:5], *_AUTOMATIC)},
     "loopback_thin": {"rate_mbit": None},
+    "2x4_200mbit": _hosts(2, 4, 200.0, batch_size=1024),
+    "2x2_500mbit": _hosts(2, 2, 500.0, batch_size=2048),
+    "4x1_200mbit": _hosts(4, 1, 200.0, batch_size=2048),
+    "8x1_100mbit": _hosts(8, 1, 100.0, batch_size=1024),
 }
 """Published comparisons, as arguments of :class:`Question`."""
 for _asked in SCENARIOS.values():

@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipeline
+from torchrec.distributed.types import ShardingPlan
 
 from benchmarks.cluster.enter_host import HOST_INTERFACE
 from benchmarks.cluster.namespaces import tool_path
@@ -36,7 +38,7 @@ from torchrec_picasso.app.runs.placements import Placement
 from torchrec_picasso.app.runs.trainer import Trainer
 from torchrec_picasso.app.runs.wire_meter import WireMeter
 from torchrec_picasso.app.zoo.data.source import BatchSource
-from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.placement import Form, HotColdParams
 from torchrec_picasso.train_pipeline.micro_batch_policy import is_due
 
 _SETTLE_S = 0.02
@@ -282,7 +284,17 @@ def dlrm_trainer(
         source,
         placement=variant.placement,
         make_pipeline=pipeline_maker(variant),
+        change_plan=None if variant.form is None else partial(_set_form, variant.form),
     )
+
+
+def _set_form(form: Form, plan: ShardingPlan) -> None:
+    """Gives the row-exchanged tables of a plan another form."""
+    for module_plan in plan.plan.values():
+        for sharding in module_plan.values():  # type: ignore[attr-defined]
+            params = sharding.cache_params
+            if isinstance(params, HotColdParams) and params.form != "bags":
+                params.form = form
 
 
 def schedule_used(variant: Variant, pipeline: Any) -> tuple[int | None, bool | None]:

@@ -12,18 +12,20 @@ from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.config import PLACEMENTS
 from torchrec_picasso.app.runs.pipelines import MakePipeline, sparse_dist
 from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.placement import Form
 
 AUTO = "auto"
 """In place of a number: the pipeline chooses."""
 
 _NO_LOOKAHEAD = "interleaved_no_lookahead"
+_FORMS: dict[str, Form] = {"rows": "rows", "node_rows": "node_rows"}
 _MOST_VALUES = {"hot_cold": 1, "interleaved": 3, _NO_LOOKAHEAD: 3}
 _HELP = (
     "NAME is one of table_wise, row_wise, column_wise, planner, fused, hot_cold, "
     "hot_cold:HOT_ROWS, interleaved, interleaved:MICRO_BATCHES, "
     "interleaved:MICRO_BATCHES:HOT_ROWS, interleaved:MICRO_BATCHES:HOT_ROWS:WAVES, and the same "
     "with interleaved_no_lookahead, each also with +loadN for a DataLoader of N workers, and with "
-    "+prepareN for one that reads ids ahead; "
+    "+prepareN for one that reads ids ahead, or +node_rows or +rows for that form of its tables; "
     f"MICRO_BATCHES is a number from 1 on or {AUTO}"
 )
 
@@ -43,6 +45,7 @@ class Variant:
         num_waves: Waves that its tables travel in.
         num_workers: Workers of its DataLoader; ``None`` = its batches are made before.
         prepares: Whether the DataLoader reads their ids.
+        form: Form of its row-exchanged tables; ``None`` = the planner's.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Variant:
     num_waves: int = 1
     num_workers: int | None = None
     prepares: bool = False
+    form: Form | None = None
 
     @property
     def is_stock(self) -> bool:
@@ -77,14 +81,15 @@ def parse_variant(name: str) -> Variant:
     Raises:
         ConfigError: If there is none of this name.
     """
-    before, plus, loading = name.partition("+")
+    before, plus, option = name.partition("+")
     kind, *texts = before.split(":")
     refusal = ConfigError(f"--variants: got {name!r}; {_HELP}")
     if kind not in (*PLACEMENTS, "fused", *_MOST_VALUES) or len(texts) > _MOST_VALUES.get(kind, 0):
         raise refusal
     is_interleaved = kind in ("interleaved", _NO_LOOKAHEAD)
-    loader = re.fullmatch(r"(load|prepare)(\d+)", loading)
-    if plus and (loader is None or not is_interleaved):
+    loader = re.fullmatch(r"(load|prepare)(\d+)", option)
+    form = _FORMS.get(option)
+    if plus and ((loader is None and form is None) or not is_interleaved):
         raise refusal
     is_auto = is_interleaved and texts[:1] == [AUTO]
     numbers = texts[1:] if is_auto else texts
@@ -106,6 +111,7 @@ def parse_variant(name: str) -> Variant:
             num_waves=num_waves or 1,
             num_workers=None if loader is None else int(loader[2]),
             prepares=loader is not None and loader[1] == "prepare",
+            form=form,
         )
     if kind == "fused":
         return Variant(name=name, placement="", pipeline="fused")
