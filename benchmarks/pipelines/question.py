@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec_picasso.app.config import DataConfig, ModelConfig, ShardingConfig, TrainConfig
+from torchrec_picasso.placement import Form
 
 TOWERS = {"thin": ((64,), (64,)), "dlrm": ((512, 256), (512, 512, 256))}
 GENERATED = {"uniform": 0.0, "zipf": 1.05}
@@ -19,20 +20,22 @@ _AUTOMATIC, _BY_HAND = ("hot_cold", "interleaved"), ("interleaved:4:5000", "inte
 _BEST_STOCK = "table_wise"
 """Fastest stock plan of this model at 1 Gbit/s; alone where a step takes seconds."""
 _FEW = {"rounds": 4, "block_steps": 3}
-_FORMS = "interleaved+rows", "interleaved+node_rows"
+_HOT_ROWS = ("hot_cold:0", "hot_cold:5000", "interleaved:auto:0", "interleaved:auto:5000")
+FORMS: tuple[Form, ...] = ("rows", "node_rows")
+"""Forms of row-exchanged tables."""
 
 
 def _hosts(hosts: int, ranks_per_host: int, rate_mbit: float, batch_size: int) -> dict[str, Any]:
     """Returns a cluster, and what is compared there; rows by host need several ranks on each."""
-    by_hand = _FORMS if ranks_per_host > 1 else ("interleaved:4:5000",)
-    variants = (_BEST_STOCK, "interleaved", *by_hand)
+    by_form = tuple(f"interleaved+{form}" for form in FORMS)
+    by_hand = by_form if ranks_per_host > 1 else ("interleaved:4:5000",)
     return {
         "hosts": hosts,
         "ranks_per_host": ranks_per_host,
         "rate_mbit": rate_mbit,
         "batch_size": batch_size,
         "dim": 64,
-        "variants": variants,
+        "variants": (_BEST_STOCK, "interleaved", *by_hand),
         "heldout_steps": 1,
         **_FEW,
     }
@@ -58,6 +61,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "2x2_500mbit": _hosts(2, 2, 500.0, batch_size=2048),
     "4x1_200mbit": _hosts(4, 1, 200.0, batch_size=2048),
     "8x1_100mbit": _hosts(8, 1, 100.0, batch_size=1024),
+    "hot_rows_2x1_1gbit": {"variants": _HOT_ROWS, **_FEW},
+    "hot_rows_2x4_200mbit": {
+        **_hosts(2, 4, 200.0, batch_size=1024),
+        "variants": tuple(f"interleaved:auto:{n}+{form}" for form in FORMS for n in (0, 5000)),
+    },
 }
 """Published comparisons, as arguments of :class:`Question`."""
 for _asked in SCENARIOS.values():

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineFusedSparseDist
 
+from benchmarks.pipelines.question import FORMS
 from torchrec_picasso import InterleavedTrainPipeline
 from torchrec_picasso.app.config import PLACEMENTS
 from torchrec_picasso.app.runs.pipelines import MakePipeline, sparse_dist
@@ -18,7 +19,6 @@ AUTO = "auto"
 """In place of a number: the pipeline chooses."""
 
 _NO_LOOKAHEAD = "interleaved_no_lookahead"
-_FORMS: dict[str, Form] = {"rows": "rows", "node_rows": "node_rows"}
 _MOST_VALUES = {"hot_cold": 1, "interleaved": 3, _NO_LOOKAHEAD: 3}
 _HELP = (
     "NAME is one of table_wise, row_wise, column_wise, planner, fused, hot_cold, "
@@ -88,7 +88,7 @@ def parse_variant(name: str) -> Variant:
         raise refusal
     is_interleaved = kind in ("interleaved", _NO_LOOKAHEAD)
     loader = re.fullmatch(r"(load|prepare)(\d+)", option)
-    form = _FORMS.get(option)
+    form = next((form for form in FORMS if form == option), None)
     if plus and ((loader is None and form is None) or not is_interleaved):
         raise refusal
     is_auto = is_interleaved and texts[:1] == [AUTO]
