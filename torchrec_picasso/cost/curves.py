@@ -39,6 +39,8 @@ _FORMAT_VERSION = 1
 _BYTES_PER_MS_TO_GB_PER_S = 1e-6
 _ASSUMED_CORE_NS = 1.0
 """CPU time to send and receive a byte through sockets on one core of a server CPU, nanoseconds."""
+_CLEARLY = 1.25
+"""Factor by which times of neighbouring sizes differ beyond noise; sizes differ by a factor of 4."""
 _LARGEST = 1e18  # far beyond any time or number of bytes
 _LONGEST_SHOWN = 200
 _FORMER_FIELDS = ("levels", "median_error", "worst_error")
@@ -93,14 +95,17 @@ class Curve:
 
         Sizes below the first point take the time of the first point. Sizes above the last point
         are extrapolated with the slope between the two largest sizes, which latency hardly affects;
-        with the slope of the line if time does not grow there.
+        in proportion to the size, an upper bound, if time does not grow clearly there.
         """
         beyond = num_bytes - self.sent_bytes[-1]
         if beyond <= 0:
             return float(np.interp(num_bytes, self.sent_bytes, self.ms))
-        slope = self.ms_per_byte
-        if len(self.ms) > 1 and self.ms[-1] > self.ms[-2]:
+        if not self.sent_bytes[-1]:  # a line without measured points
+            slope = self.ms_per_byte
+        elif len(self.ms) > 1 and self.ms[-1] > _CLEARLY * self.ms[-2]:
             slope = (self.ms[-1] - self.ms[-2]) / (self.sent_bytes[-1] - self.sent_bytes[-2])
+        else:
+            slope = self.ms[-1] / self.sent_bytes[-1]
         return self.ms[-1] + beyond * slope
 
 

@@ -119,17 +119,24 @@ class Measurement:
         return self._slowest([core_ns])[0] / max(1, sent)
 
     def _has_time_for_next(self, points: dict[str, list[tuple[int, float]]]) -> bool:
-        """Whether the next size fits into the budget, if time grows like size."""
-        last_ms = sum(found[-1][1] for found in points.values())
-        return last_ms * _GROWTH * (_WARMUPS + _MIN_REPEATS) / 1e3 <= self._left_s()
+        """Whether the next size fits into the budget, if only what is not latency grows."""
+        next_ms = 0.0
+        for *_, (_, before_ms), (_, last_ms) in points.values():
+            grown_ms = last_ms + _GROWTH * max(0.0, last_ms - before_ms)
+            next_ms += min(grown_ms, _GROWTH * last_ms)
+        return next_ms * (_WARMUPS + _MIN_REPEATS) / 1e3 <= self._left_s()
 
     def _point(self, name: str, size: int, seconds: float) -> tuple[int, float]:
         """Measures one size: bytes of the busiest rank, and the median time in milliseconds."""
         num_bytes, call = _prepare(name, self.group, size // _BYTES_PER_FLOAT, self.device)
-        # Two warm-up calls: the first connects, the second determines the number of repetitions.
+        # Two warm-up calls: the first connects, the second determines the number of repetitions,
+        # with the barrier that each of them has.
         self._time_ms(call)
-        (first_ms,) = self._slowest([self._time_ms(call)])
-        repeats = int(max(_MIN_REPEATS, min(_MAX_REPEATS, seconds * 1e3 / max(first_ms, 1e-3))))
+        start_s = _now_s()
+        dist.barrier(group=self.group)
+        call()
+        (first_s,) = self._slowest([_now_s() - start_s])
+        repeats = int(max(_MIN_REPEATS, min(_MAX_REPEATS, seconds / first_s)))
         times = []
         for repeat in range(repeats):
             dist.barrier(group=self.group)
