@@ -25,7 +25,8 @@ from torchrec_picasso.exchange.all_to_all import Ranks
 _BYTES_PER_FLOAT = 4
 _MIN_BYTES, _GROWTH = 4 << 10, 4
 _MIN_SIZES = 2  # a slope needs two points
-_WARMUPS, _MIN_REPEATS, _MAX_REPEATS = 2, 5, 40
+_WARMUPS, _MIN_REPEATS, _MAX_REPEATS = 2, 3, 40
+_SHARE = 1 / 3
 _LATE_MS = 1.0  # delay of the late rank
 
 
@@ -89,8 +90,9 @@ class Measurement:
                 left_s = 0.0 if is_over else self._left_s()
                 is_over = is_over or (index >= _MIN_SIZES and left_s <= 0)
                 if not is_over:
-                    # an equal share of the remaining time for each remaining point
-                    seconds = min(self.seconds_per_point, max(0.0, left_s) / points_left)
+                    # a part of an equal share of the remaining time: large sizes take longer
+                    share_s = _SHARE * max(0.0, left_s) / points_left
+                    seconds = min(self.seconds_per_point, share_s)
                     points[name].append(self._point(name, size, seconds))
                 points_left -= 1
                 self.advance(f"{name}, {size >> 10} KiB")
