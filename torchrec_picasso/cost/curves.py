@@ -40,7 +40,7 @@ _BYTES_PER_MS_TO_GB_PER_S = 1e-6
 _ASSUMED_CORE_NS = 1.0
 """CPU time to send and receive a byte through sockets on one core of a server CPU, nanoseconds."""
 _CLEARLY = 1.25
-"""Factor by which times of neighbouring sizes differ beyond noise; sizes differ by a factor of 4."""
+"""Factor by which times of neighbouring sizes, one 4 times the other, differ beyond noise."""
 _LARGEST = 1e18  # far beyond any time or number of bytes
 _LONGEST_SHOWN = 200
 _FORMER_FIELDS = ("levels", "median_error", "worst_error")
