@@ -46,7 +46,7 @@ def test_the_fastest_is_chosen(fastest: int) -> None:
 
     assert settle(choice, step_s, clock) <= NUM_STEPS
     assert choice.current == Setting(fastest, lookahead=True)
-    assert clock.num_readings <= 11  # a turn is read when it is over
+    assert clock.num_readings <= 11  # a run is read when it is over
     assert f"{choice.current}; the fastest of 1 micro-batch with lookahead: " in str(choice)
     assert f"{fastest} micro-batch" in str(choice)
 

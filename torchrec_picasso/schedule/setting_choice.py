@@ -35,16 +35,16 @@ _FEWEST_SAMPLES = 64
 NUM_STEPS = 28
 """Maximum number of steps of a trial: a long warm-up, from 16 micro-batches to 1, no lookahead."""
 
-_TURN, _GLANCE = 4, 3
-"""Batches of a full turn and of a glance. At the end of a turn all but its last two batches are
-trained, so one step of a glance counts. The other steps count later, except the last step, whose
+_FULL_RUN, _PROBE = 4, 3
+"""Consecutive batches with one setting, in full or as a probe. At the end all but the last two are
+trained, so one step of a probe counts. The other steps count later, except the last step, whose
 next batch has another setting."""
 _LONGEST_WARMUP = 5
-"""Maximum number of batches that the first turn has beyond a glance."""
+"""Maximum number of batches that the first run has beyond a probe."""
 _WARMER = 0.9
-"""The first turn continues while a step is faster than this factor of the step before."""
+"""The first run continues while a step is faster than this factor of the step before."""
 _HOPELESS, _HELD_UP = 1.2, 2.0
-"""A turn ends with the glance if its time is between these factors of the best time. A larger time
+"""A run ends with the probe if its time is between these factors of the best time. A larger time
 indicates a disturbance, such as kernel compilation or memory allocation."""
 _LOST = 1.1
 """Factor of the whole-batch time above which no further numbers of micro-batches are tried."""
@@ -63,7 +63,7 @@ class StepClock:
 
     On the CPU a step has ended when its call returns. On a device the host runs ahead: reading the
     time at every step would wait for the device, and a different setting would win. So events are
-    recorded on the stream, and read after a turn of several steps.
+    recorded on the stream, and read after a run of several steps.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,7 +78,7 @@ class StepClock:
     def end_step(self) -> tuple[Any, Any]:
         """Returns the timestamps of a step's start and end."""
         # A step lasts from the end of the step before: rows arrive between steps, too, above all
-        # while ranks compare the times of a turn, and the next step would seem short.
+        # while ranks compare the times of a run, and the next step would seem short.
         start = self._start if self._end is None else self._end
         self._end = self.stamp()
         return start, self._end
@@ -157,8 +157,8 @@ class SettingChoice:
         number = first if first in numbers else numbers[:2][-1]
         self._first = Setting(number, any(each.lookahead for each in allowed))
         self._fastest_s = dict.fromkeys(allowed, math.inf)
-        self._turned = [self._first]
-        self._turns = self._walk()
+        self._tried = [self._first]
+        self._runs = self._walk()
         self._spans: list[tuple[Setting, tuple[Any, Any]]] = []
         self._known: Setting | None = None
         self.current = self.allowed[0]
@@ -167,12 +167,12 @@ class SettingChoice:
         """Whether all further batches have the current setting."""
         self.settle_on(known)
         if not self.is_settled:
-            self._take_turn()
+            self._start_run()
 
     def __str__(self) -> str:
         if not self.is_settled:
             return f"{self.current}; trying {len(self.allowed)} settings"
-        found = [setting for setting in self._turned if self._fastest_s[setting] < math.inf]
+        found = [setting for setting in self._tried if self._fastest_s[setting] < math.inf]
         if not found or self._known is not None:
             known = ", as an earlier run chose" if self.current == self._known else ""
             return f"{self.current}{known}"
@@ -193,7 +193,7 @@ class SettingChoice:
         clock: StepClock,
         pg: dist.ProcessGroup,
     ) -> None:
-        """Records a step on batches with these settings. Collective at the end of a turn.
+        """Records a step on batches with these settings. Collective at the end of a run.
 
         ``span`` are the clock's timestamps at the beginning and the end of the step; ``None``, on
         all ranks = the step did other work than training.
@@ -213,26 +213,26 @@ class SettingChoice:
                 if setting in self._fastest_s:
                     self._fastest_s[setting] = min(time_s, self._fastest_s[setting])
             self._spans = []
-        self._take_turn()
+        self._start_run()
 
-    def _take_turn(self) -> None:
-        turn = next(self._turns, None)
-        self.is_settled = turn is None
-        if turn is None:
+    def _start_run(self) -> None:
+        run = next(self._runs, None)
+        self.is_settled = run is None
+        if run is None:
             self.current = self._fastest
             _log.info("setting chosen: %s", self)
         else:
-            self.current, self._batches_left = turn
+            self.current, self._batches_left = run
 
     @property
     def _fastest(self) -> Setting:
         """The fastest setting so far; the first setting if no setting is clearly faster."""
-        fastest = min(self._turned, key=self._fastest_s.__getitem__)
+        fastest = min(self._tried, key=self._fastest_s.__getitem__)
         is_clear = self._fastest_s[fastest] < _FASTER * self._fastest_s[self._first]
         return fastest if is_clear else self._first
 
     def _walk(self) -> Iterator[tuple[Setting, int]]:
-        """Yields the turns of the trial: warm-up, fewer micro-batches, more, no lookahead. A turn
+        """Yields the runs of the trial: warm-up, fewer micro-batches, more, no lookahead. A run
         is a setting and the number of consecutive batches that have it."""
         yield from self._warm_up()
         yield from self._go_on(0.5)
@@ -243,8 +243,8 @@ class SettingChoice:
             yield from self._try(Setting(1, lookahead=False))
 
     def _warm_up(self) -> Iterator[tuple[Setting, int]]:
-        """Yields turns of the first setting, until its steps get no faster."""
-        yield self._first, _GLANCE
+        """Yields runs of the first setting, until its steps get no faster."""
+        yield self._first, _PROBE
         for _ in range(_LONGEST_WARMUP):
             before_s = self._fastest_s[self._first]
             yield self._first, 1
@@ -259,16 +259,16 @@ class SettingChoice:
             number = int(factor * before.num_micro_batches)
             # more micro-batches cannot help if some were clearly slower than whole batches
             whole_s = self._fastest_s.get(Setting(1, before.lookahead), math.inf)
-            if factor > 1 and any(self._fastest_s[s] > _LOST * whole_s for s in self._turned):
+            if factor > 1 and any(self._fastest_s[s] > _LOST * whole_s for s in self._tried):
                 number = 1
             yield from self._try(Setting(number, before.lookahead))
 
     def _try(self, setting: Setting) -> Iterator[tuple[Setting, int]]:
-        if setting not in self._fastest_s or setting in self._turned:
+        if setting not in self._fastest_s or setting in self._tried:
             return
-        self._turned.append(setting)
-        yield setting, _GLANCE
+        self._tried.append(setting)
+        yield setting, _PROBE
         slower = self._fastest_s[setting] / self._fastest_s[self._fastest]
         # Continue if the setting may still win, or if a disturbance dominates the measured time.
         if not _HOPELESS < slower < _HELD_UP:
-            yield setting, _TURN - _GLANCE
+            yield setting, _FULL_RUN - _PROBE

@@ -45,8 +45,8 @@ class HotSets:
         self.last: Refreshed | None = None
         """The result of the last refresh evaluation."""
 
-    def take(self, groups: Sequence[ModuleGroup]) -> None:
-        """Sets the tables, on attach; the same model may be attached again."""
+    def attach(self, groups: Sequence[ModuleGroup]) -> None:
+        """Sets the tables; the same model may be attached again."""
         self._groups = [group.row_group for group in groups]
         if self._policy is not None:
             row_groups = [module.group for group in groups for module in group.modules.values()]

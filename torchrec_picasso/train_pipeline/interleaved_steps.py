@@ -111,7 +111,7 @@ class InterleavedSteps(Steps):
             self._lifecycle.change_to(State.DETACHED)
             raise
         found.join_splits()
-        self._hot_sets.take(found.groups)
+        self._hot_sets.attach(found.groups)
         self._queue.work_with(Operations(self._program, found))
         self._pipelined, self._is_taken_over = found, True
         self._regroups = replace_regroups(found.inner, found.device)
