@@ -117,7 +117,7 @@ FOREIGN: dict[str, set[str]] = {
     },
     "torch.nn.modules.batchnorm": {"_BatchNorm"},
     "torch.nn.parallel.DistributedDataParallel": {
-        *("_delay_all_reduce_params", "_module_parameters"),
+        *("_comm_hooks", "_delay_all_reduce_params", "_module_parameters"),
         "_static_graph_delay_allreduce_enqueued",
     },
 }

@@ -1,19 +1,28 @@
-"""Which ranks can exchange by host, and which tables; all others are refused by name."""
+"""Which ranks can exchange by host, and which tables; all others are refused by name.
+
+Words and sums by host: what arrives, and what crosses hosts.
+"""
 
 import os
+import time
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from torchrec.distributed.sharding_plan import row_wise, table_wise
 
 from tests.support.hosts import pretend_hosts
 from tests.support.placing import CPU, place, wire_codecs, world_env
 from tests.support.refusals import refusal
+from tests.support.shared_run import run_once
 from tests.support.tables import Table, bags_of
+from tests.support.wire import MessageRecorder
 from torchrec_picasso import CompatError, HotColdEmbeddingBagCollectionSharder, HotColdParams
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.exchange.by_host import connect_hosts, why_no_hosts
+from torchrec_picasso.exchange.all_to_all import Ranks, connect
+from torchrec_picasso.exchange.by_host import HostExchanges, connect_hosts, why_no_hosts
 
 BY_HOST = HotColdParams(form="node_rows")
 
@@ -80,3 +89,81 @@ def test_what_is_not_built_is_refused_on_all_ranks() -> None:
     for told in by_rank:
         for name, start in expected.items():
             assert told[name].startswith(start), told[name]
+
+
+HOSTS = ((2, 2), (2, 4))
+"""Numbers of hosts, and of ranks on each."""
+SIZES = (1, 6, 1_003, 300_001)
+"""Values of sums that are in progress together: fewer than places, uneven pieces, messages."""
+NUM_WORDS, NUM_BITS = 5, 70
+
+
+def _values(rank: int, size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(1000 * rank + size))
+
+
+def _words(rank: int, world_size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    words_WX = torch.randint(1 << 60, (world_size, NUM_WORDS), generator=generator)
+    bits = 1 << torch.randint(60, (NUM_BITS,), generator=generator)
+    return torch.cat([words_WX, bits.expand(world_size, -1)], dim=1)
+
+
+def _exchange(rank: int, world_size: int, num_places: int) -> dict[str, Any]:
+    pretend_hosts(rank, num_places)
+    pg = dist.group.WORLD
+    assert pg is not None
+    connect(pg)
+    connect_hosts(pg, CPU)
+    exchanges, sums = HostExchanges(Ranks(pg)), []
+    found: dict[str, Any] = {}
+    for late in (0, world_size - 1):  # one rank comes late
+        values = [_values(rank, size) for size in SIZES]
+        with MessageRecorder() as recorder:
+            pending = [exchanges.start_sum(value) for value in values]
+            time.sleep(0.2 * (rank == late))
+            for each in pending:
+                each.wait()
+        sums.append(values)
+    found |= {"sums": sums, "sum messages": recorder.messages}
+    with MessageRecorder() as recorder:
+        words, found["words"] = exchanges.send_words(_words(rank, world_size), NUM_BITS)
+        words.wait()
+    return found | {"word messages": recorder.messages}
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_sums_are_equal_on_all_ranks_and_cross_once_per_host(hosts: tuple[int, int]) -> None:
+    (num_hosts, num_places), world_size = hosts, hosts[0] * hosts[1]
+    by_rank = run_once(_exchange, world_size, num_places)
+    first, *others = [each for found in by_rank for each in found["sums"]]
+    for other in others:
+        assert all(map(torch.equal, other, first))
+    for size, values in zip(SIZES, first):
+        expected = torch.stack([_values(rank, size) for rank in range(world_size)]).double().sum(0)
+        torch.testing.assert_close(values, expected.float())
+    reduced = 0
+    for rank, found in enumerate(by_rank):
+        for message in found["sum messages"]:
+            reduced += message.num_elements if message.to < 0 else 0
+            assert message.to < 0 or message.to // num_places == rank // num_places
+    # over hosts each value is reduced once, by the ranks of one place; a ring of all ranks would
+    # carry (W - 1) / W of it instead of (Y - 1) / Y out of each host
+    assert reduced == num_hosts * sum(SIZES)
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_bits_cross_once_per_host(hosts: tuple[int, int]) -> None:
+    (num_hosts, num_places), world_size = hosts, hosts[0] * hosts[1]
+    sent = torch.stack([_words(rank, world_size) for rank in range(world_size)])
+    bits = sent[:, 0, NUM_WORDS:].numpy()
+    for rank, found in enumerate(run_once(_exchange, world_size, num_places)):
+        words, united = found["words"]
+        assert torch.equal(words[:world_size], sent[:, rank, :NUM_WORDS])
+        assert (np.bitwise_or.reduce(united.numpy(), 0) == np.bitwise_or.reduce(bits, 0)).all()
+        crossing = sum(
+            message.num_elements
+            for message in found["word messages"]
+            if message.to // num_places != rank // num_places
+        )
+        assert crossing == (num_hosts - 1) * (num_places * NUM_WORDS + NUM_BITS)

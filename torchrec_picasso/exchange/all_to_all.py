@@ -130,9 +130,9 @@ class Ranks:
         return _Exchange(_traffic[pg], [work]) if by_gloo else work
 
     def start_sum(self, values: Tensor) -> Pending:
-        """Starts summing values over ranks, in place. Collective. A ring sends ``2 (W - 1) / W`` of
-        the values."""
-        if self.size == 1:
+        """Starts summing values over ranks, in place. Collective, but of no values nothing is sent.
+        A ring sends ``2 (W - 1) / W`` of the values."""
+        if self.size == 1 or not values.numel():
             return _Nothing()
         note_all_reduce(values.nbytes, self.size)
         return dist.all_reduce(values, group=self.pg, async_op=True)

@@ -12,7 +12,11 @@ needs the network, when the exchange or a later one is waited for. Second parts 
 of their first parts. Each direction has groups of its own inside and across, so the order of
 messages in a group is equal on all ranks, also where ranks wait in another order.
 
-Shape letters: L places, W ranks, X words, Y hosts.
+By host, a sum over all ranks has three parts: each rank sums a piece of the values over its host,
+then over hosts, and gives it to its host. A host sends ``2 (Y - 1) / Y`` of the values to others,
+in a ring of all ranks ``2 (W - 1) / W``. Each part has a fixed order of summands.
+
+Shape letters: L places, W ranks, X words, Y hosts; n values of a piece.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,16 +52,22 @@ class Exchanges:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def send_words(self, words_WX: Tensor) -> tuple[Pending, Tensor]:
+    def send_words(self, words_WX: Tensor, num_bits: int) -> tuple[Pending, list[Tensor]]:
         """Starts sending the words for each rank, ``(W, X)``. Collective.
 
-        The returned memory, ``(W, X)``, will contain the words of each rank.
+        The last ``num_bits`` words are bits, the same to each rank, of which the union over ranks
+        is wanted. The returned memory, ``(W, X)``, will contain the words of each rank.
         """
         received_WX = torch.empty_like(words_WX)
         words_W = [words_WX.size(1)] * len(words_WX)
         ends = received_WX.view(-1), words_WX.view(-1)
         work = self._ranks.start_all_to_all(*ends, words_W, words_W, sum(words_W))
-        return _Words(work), received_WX
+        return _Words(work), [received_WX]
+
+    def start_sum(self, values: Tensor) -> Pending:
+        """Starts summing values, ``(n,)``, over ranks, in place. Collective; all ranks wait for
+        sums in one order."""
+        return self._ranks.start_sum(values)
 
     def start(
         self,
@@ -93,27 +104,40 @@ class HostExchanges(Exchanges):
         self._parts = _parts[ranks.pg]
         self.num_hosts, self.num_places = self._parts.num_hosts, self._parts.num_places
 
-    def send_words(self, words_WX: Tensor) -> tuple[Pending, Tensor]:
+    def send_words(self, words_WX: Tensor, num_bits: int) -> tuple[Pending, list[Tensor]]:
         """Starts sending the words for each rank, ``(W, X)``. Collective.
 
-        The returned memory, ``(2 W, X)``, will contain the words of each rank, then those that
-        this rank relays, by place of the sender on this host and host of the receiver.
+        The returned memory will contain the words of each rank but for bits, then those that this
+        rank relays, by place of the sender on this host and host of the receiver, 2 W rows; and
+        apart from them the bits of each host, ``(Y, num_bits)``, which travel once to each peer.
         """
         size, (num_hosts, num_places) = len(words_WX), (self.num_hosts, self.num_places)
+        words_WX, bits = words_WX.tensor_split([words_WX.size(1) - num_bits], dim=1)
         received = words_WX.new_empty(2 * size, words_WX.size(1))
         arrived, passing = received.split(size)
+        # a row of bits of each rank of this host, then one of each host
+        bits_L, bits_Y = (bits.new_empty(num, num_bits) for num in (num_places, num_hosts))
 
         def swapped(words: Tensor, first: int, second: int) -> Tensor:
             return words.view(first, second, -1).transpose(0, 1).reshape(size, -1)
 
         def relayed() -> list[Payload]:
-            by_host = swapped(passing, num_places, num_hosts)
-            return [Payload(by_host, [num_places] * num_hosts, arrived, [num_places] * num_hosts)]
+            by_host, each = swapped(passing, num_places, num_hosts), [num_places] * num_hosts
+            first, *others = bits_L.unbind()
+            for other in others:
+                first.bitwise_or_(other)
+            union = first.expand(num_hosts, -1)
+            one = [1] * num_hosts
+            return [Payload(by_host, each, arrived, each), Payload(union, one, bits_Y, one)]
 
         # from rank order (host, place) to (place, host): the relay of a home rank has its place
         by_place, each = swapped(words_WX, num_hosts, num_places), [num_hosts] * num_places
-        payload = Payload(by_place, each, passing, each)
-        return self.start([payload], relayed, size, to_homes=True), received
+        one = [1] * num_places
+        payloads = [
+            Payload(by_place, each, passing, each),
+            Payload(bits[:num_places], one, bits_L, one),
+        ]
+        return self.start(payloads, relayed, size, to_homes=True), [received, bits_Y]
 
     def start(
         self,
@@ -137,6 +161,45 @@ class HostExchanges(Exchanges):
             return PackedAllToAll(second, relayed(), most_asked)
 
         return _InTwoParts(parts, start_second, to_homes)
+
+    def start_sum(self, values: Tensor) -> Pending:
+        """Starts summing values, ``(n,)``, over ranks, in place. Collective; all ranks wait for
+        sums in one order."""
+        parts, num_places = self._parts, self.num_places
+        _start_all(parts.to_homes)
+        inside, across = parts.ranks_to_homes
+        # a piece for each place, the longer ones first
+        lengths_L = [len(piece) for piece in values.tensor_split(num_places)]
+        own_L = [lengths_L[inside.rank]] * num_places
+        pieces_Ln = values.new_empty(num_places, own_L[0])
+        payload = Payload(values, lengths_L, pieces_Ln.view(-1), own_L)
+        exchange = PackedAllToAll(inside, [payload], values.numel())
+
+        @torch.no_grad()
+        def start_second() -> Pending:
+            exchange.wait()
+            total_n, *others = pieces_Ln.unbind()
+            for other_n in others:  # by place: float sums depend on the order
+                total_n.add_(other_n)
+            return _Then(across.start_sum(total_n), partial(start_third, total_n))
+
+        def start_third(total_n: Tensor) -> Pending:
+            sent = Payload(total_n.repeat(num_places), own_L, values, lengths_L)
+            return PackedAllToAll(parts.ranks_of_sums, [sent], values.numel())
+
+        return _InTwoParts(parts, start_second, to_homes=True)
+
+
+class _Then:
+    """An operation in progress, and another one that starts once it is waited for."""
+
+    def __init__(self, first: Pending, start: Callable[[], Pending]) -> None:
+        self._first, self._start = first, start
+
+    def wait(self) -> None:
+        """Finishes both; called once."""
+        wait_for(self._first)
+        self._start().wait()
 
 
 class _InTwoParts:
@@ -180,13 +243,14 @@ class _Parts:
         inside = every[host * num_places : (host + 1) * num_places]
         across = every[place::num_places]
         # all ranks make their groups in this order
-        to_inside, to_across, from_across, from_inside = (
+        to_inside, to_across, from_across, from_inside, self.ranks_of_sums = (
             ranks_of_part(pg, ranks, use)
             for ranks, use in [
                 (inside, "to relays"),
                 (across, "from relays to homes"),
                 (across, "from homes to relays"),
                 (inside, "from relays"),
+                (inside, "sums"),
             ]
         )
         self.ranks_to_homes = to_inside, to_across

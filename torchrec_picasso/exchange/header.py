@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import numpy as np
 import torch
@@ -31,13 +31,16 @@ class RouteWords:
 
     sent: Sequence[Tensor]
     """Words to each rank, shape ``(W, X_i)``, in pieces whose shapes are equal on all ranks."""
+    bits: Sequence[Tensor] = ()
+    """Words that are the same to each rank, ``(X_i,)``, of which the union over ranks is read."""
     kept: Sequence[Tensor] = ()
     """Numbers, shape ``(n,)``, that are copied to this rank's host and not sent."""
 
 
 ReceivedWords = tuple[list[np.ndarray], list[np.ndarray]]
 """The words of one route on the host, in the pieces of :class:`RouteWords`: those of each rank,
-``(W, X_i)``, and the kept numbers. By host, those that this rank relays follow: ``(2 W, X_i)``."""
+``(W, X_i)``, then bits, by rank or host, and the kept numbers. By host, words that this rank relays
+follow: ``(2 W, X_i)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +81,11 @@ class HeaderExchange:
 
     def __post_init__(self) -> None:
         self._pieces = [words for route in self.routes for words in route.sent]
+        self._bits = [words for route in self.routes for words in route.bits]
         self.sent_WX = self._message()
-        """The message to each rank, own words before those of routes, int64."""
-        self._work, self._received_WX = self.exchanges.send_words(self.sent_WX)
+        """The message to each rank, own words before those of routes and their bits, int64."""
+        num_bits = sum(words.numel() for words in self._bits)
+        self._work, self._received = self.exchanges.send_words(self.sent_WX, num_bits)
 
     def _message(self) -> Tensor:
         state = _HAS_DATA * self.has_data + _LOOKS_UP_NOTHING * self.looks_up_nothing
@@ -93,25 +98,35 @@ class HeaderExchange:
             state_word += _BAD_LENGTHS
         own_words = torch.stack([self.outside_ids, self.bad_weights, state_word]).to(torch.int64)
         # From (3,) to (W, 3), the same for all ranks, beside the routes' (W, X_i).
-        own_WX = own_words.expand(len(self._pieces[0]), -1)
-        return torch.cat([own_WX, *self._pieces], dim=1).contiguous()
+        size = len(self._pieces[0])
+        own_WX, *bits = (words.expand(size, -1) for words in (own_words, *self._bits))
+        return torch.cat([own_WX, *self._pieces, *bits], dim=1).contiguous()
 
     def wait(self) -> Header:
         """Finishes the exchange and copies the header to the host (one sync on CUDA)."""
         self._work.wait()
         kept = [numbers for route in self.routes for numbers in route.kept]
         # One concatenation, so that a single copy syncs the host.
-        host = torch.cat([*kept, self._received_WX.view(-1)]).cpu().numpy()
-        # In this order: the kept numbers, then (W, X), of each rank its own words and its routes'.
-        *kept_numbers, words = _cut(host, [numbers.numel() for numbers in kept])
+        received = self._received
+        host = torch.cat([*kept, *(part.view(-1) for part in received)]).cpu().numpy()
+        # In this order: the kept numbers, then of each rank its own words, its routes' and bits,
+        # or bits apart from them.
+        *parts, _ = _cut(host, [part.numel() for part in (*kept, *received)])
+        words, *apart = (
+            part.reshape(tensor.shape) for part, tensor in zip(parts[len(kept) :], received)
+        )
         widths = [_NUM_OWN_WORDS, *(piece.size(1) for piece in self._pieces)]
-        own, *pieces, _ = _cut(words.reshape(self._received_WX.shape), widths)
+        own, *pieces, rest = _cut(words, widths)
+        *bits, _ = _cut([rest, *apart][-1], [piece.numel() for piece in self._bits])
         # words that this rank only relays follow those for it
         outside_ids_W, bad_weights_W, states_W = own[: len(self.sent_WX)].T.tolist()
-        next_piece, next_kept = iter(pieces), iter(kept_numbers)
+        sent, united, kept_by_route = iter(pieces), iter(bits), iter(parts)
         return Header(
             routes=[
-                ([next(next_piece) for _ in route.sent], [next(next_kept) for _ in route.kept])
+                (
+                    [*islice(sent, len(route.sent)), *islice(united, len(route.bits))],
+                    [*islice(kept_by_route, len(route.kept))],
+                )
                 for route in self.routes
             ],
             outside_ids_W=outside_ids_W,

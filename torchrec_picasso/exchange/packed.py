@@ -13,7 +13,7 @@ Source: TorchRec ``distributed/comm_ops.py`` (sequence all-to-all, its codecs); 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchrec_picasso._torchrec import QuantizedCommCodec
 from torchrec_picasso.exchange.all_to_all import Ranks
-from torchrec_picasso.exchange.waiting import wait_for
+from torchrec_picasso.exchange.waiting import Pending, wait_for
 from torchrec_picasso.ops.streams import keep_for_current_stream
 
 
@@ -107,7 +107,7 @@ class HotReduction:
     of the outputs, none when they are empty, and a copy with several packs.
 
     Args:
-        ranks: This rank and its peers.
+        start_sum: Starts summing a vector over all ranks, in place.
         grads_P: Gradients of the hot rows that this rank touched, ``(h_p, D_p)``.
         positions_P: Position of each of these rows among the rows that any rank touched.
         outputs_P: Contiguous tensors for the sums, ``(t_p, D_p)``; the shapes, and afterwards the
@@ -116,7 +116,7 @@ class HotReduction:
 
     def __init__(
         self,
-        ranks: Ranks,
+        start_sum: Callable[[Tensor], Pending],
         grads_P: Sequence[Tensor],
         positions_P: Sequence[Tensor],
         outputs_P: Sequence[Tensor],
@@ -131,7 +131,7 @@ class HotReduction:
             self._flat.split(sizes_P), outputs_P, positions_P, grads_P
         ):
             sums.view_as(output)[positions] = grads
-        self._work = ranks.start_sum(self._flat) if self._flat.numel() else None
+        self._work: Pending | None = start_sum(self._flat)
 
     def wait(self) -> None:
         """Finishes the sum and fills the outputs; further calls have no effect."""

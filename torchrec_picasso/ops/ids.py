@@ -180,10 +180,11 @@ class HotSlots:
         candidate_U = slot_U.clamp(max=self.num_rows - 1)
         return slot_U, self.ids_H.index_select(0, candidate_U) == ids_U
 
-    def touched(self, bits_WX: np.ndarray) -> list[np.ndarray]:
-        """Finds the hot slots that any rank's batch uses, from :func:`bits_to_words` on the host.
-        Slots of each pack ascend, are counted from 0 in the pack, and are on the host."""
-        union_X = np.bitwise_or.reduce(bits_WX, axis=0)
+    def touched(self, bits_nX: np.ndarray) -> list[np.ndarray]:
+        """Finds the hot slots that any rank's batch uses, from :func:`bits_to_words` on the host,
+        of each rank or united. Slots of each pack ascend, are counted from 0 in the pack, and are
+        on the host."""
+        union_X = np.bitwise_or.reduce(bits_nX, axis=0)
         touched_t = np.unpackbits(union_X.view(np.uint8), bitorder="little").nonzero()[0]
         # touched_t ascends over all packs: find each pack's range, then count from 0 in the pack.
         edges_P1 = np.searchsorted(touched_t, self.start_P1).tolist()

@@ -89,7 +89,7 @@ class BatchGradients:
         # This rank's h hot rows are a subset of the t touched rows of all ranks; searchsorted gives
         # their positions among the touched rows.
         reduction = HotReduction(
-            self._group.ranks,
+            self._group.exchanges.start_sum,
             [self._sums_of(pack.matrix)[pack.hot_slice] for pack in packs],
             [torch.searchsorted(pack.touched.slots_t, pack.hot_slots) for pack in packs],
             [grads_mD[pack.served.num_rows :] for pack, grads_mD in zip(packs, grads_P)],

@@ -7,7 +7,9 @@ how many ranks ask for a row. A unique row is in the first chunk of any rank of 
 arrived when the first of them needs it, and its gradient is complete after that chunk's, because
 chunks come back in descending order.
 
-Header words of a pair of ranks are those of rows; a relay reads the words that it passes on.
+Header words of a pair of ranks are those of rows; a relay reads the words that it passes on, and
+unites the bits of hot slots, which then cross once per host. Gradients of hot rows are summed over
+the host before they cross.
 
 Shape letters: K chunks, L places, P packs, U unique rows, W ranks, Y hosts; n rows asked for.
 """

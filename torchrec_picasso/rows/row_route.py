@@ -115,18 +115,14 @@ class RowRoute(Route):
             chunk_U = first_use_chunks(rows, micro_batch_N, cut.num_micro_batches)
         space = self.request_space
         located = locate_rows(rows.ids_U, space, self.hot, chunk_U, cut.num_micro_batches)
-        # For rank w: P K counts, from (P K, W) transposed, and the slots, the same for all ranks.
-        size = space.world_size
-        sent = [
-            self.by_rank(located.counts_PQ[:, 1:].reshape(-1, size).t()),
-            bits_to_words(located.is_used_H).expand(size, -1),
-        ]
+        # for rank w: P K counts, from (P K, W) transposed
+        counts_WX = self.by_rank(located.counts_PQ[:, 1:].reshape(-1, space.world_size).t())
         # Numbers that the host needs come with the header, which it waits for in any case.
         kept = [located.counts_PQ.reshape(-1), edges_J1]
         if num_lookups and edges_J1.device.type != "cpu":
             kept.append(rows.counts_U.max().view(1))  # for sums in pieces, on an accelerator
         return self._request(
-            words=RouteWords(sent, kept=kept),
+            words=RouteWords([counts_WX], bits=[bits_to_words(located.is_used_H)], kept=kept),
             outside_ids=ids.outside_ids,
             is_prepared=prepared is not None,
             route=self,
@@ -210,7 +206,7 @@ class RowsRequest(RouteRequest):
     def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         """Reads the counts of rows, and returns row numbers by chunk."""
         # In the pieces that RowRoute.read made.
-        (counts_WX, bits_WX), (counts_n, edges_J1, *most) = words
+        (counts_WX, bits_nX), (counts_n, edges_J1, *most) = words
         self._most_lookups = int(most[0][0]) if most else 0
         hot, located = self.route.hot, self.located
         own_PQ = counts_n.reshape(located.counts_PQ.shape)
@@ -227,7 +223,7 @@ class RowsRequest(RouteRequest):
             # Slots count from 0 in each pack, because a storage keeps the replicas of one pack.
             slots_P = located.storage_row_U.split(nums)[::2]
             self._hot_P = torch._foreach_sub(slots_P, hot.start_P1[:-1])
-        self._touched_P = hot.touched(bits_WX)
+        self._touched_P = hot.touched(bits_nX)
         self._wanted_P = [ExchangeSplits(wanted_KW) for wanted_KW in wanted_PKW.tolist()]
         self._served_P = [ExchangeSplits(served_KW) for served_KW in served_PKW.tolist()]
         self._served_n = wanted_n.new_empty(int(served_PKW.sum()))

@@ -21,6 +21,7 @@ from torchrec_picasso.rows.refresh_policy import Refresh
 from torchrec_picasso.rows.refresher import Refreshed
 from torchrec_picasso.schedule.schedule import Schedule, Setting
 from torchrec_picasso.train_pipeline.batch_queue import BatchQueue
+from torchrec_picasso.train_pipeline.dense_average import DenseAverage
 from torchrec_picasso.train_pipeline.hot_sets import HotSets
 from torchrec_picasso.train_pipeline.interleaved_steps import InterleavedSteps
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
@@ -104,6 +105,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         loss_reduction: str = "mean",
         refresh: Refresh | None = _REFRESH,
         verify_every: int | None = None,
+        average_dense_every: int = 1,
         on_step: OnStep | None = None,
     ) -> None:
         self._options = PipelineOptions(
@@ -114,6 +116,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             loss_reduction=loss_reduction,
             refresh=refresh,
             verify_every=verify_every,
+            average_dense_every=average_dense_every,
             custom_model_fwd=custom_model_fwd,
             on_step=on_step,
         )
@@ -154,6 +157,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def _begin_with(self, model: nn.Module) -> None:
         """Starts with a model that no step has run; no batch is in flight."""
+        self._dense_average = DenseAverage(model, self._options.average_dense_every)
         stock = StockSteps.find(model, self._options, self._device, self._execute_all_batches)
         asked = self._options.num_micro_batches if stock is None else 1
         self._policy = MicroBatchPolicy(asked, self._options.lookahead, self._device)
@@ -254,7 +258,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         is_training, number, steps = self._model.training, self._batch_count, self._steps
         naming_ranks = steps.peers.propagate_errors(lambda: f"step {number}, {steps.doing}")
         try:
-            with naming_ranks, self._watch.measuring(), explained_tracing():
+            measuring = self._watch.measuring()
+            with naming_ranks, measuring, explained_tracing(), self._dense_average.in_step():
                 self._lifecycle.check_step()
                 if self._lifecycle.state is State.DETACHED:
                     self.attach(self._model)
@@ -262,6 +267,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         except StopIteration:
             # a DataLoader with persistent workers starts its next epoch on the same iterator
             self._dataloader_exhausted = False
+            self.average_dense()
             raise
         self._batch_count = number + 1
         if is_training:
@@ -284,11 +290,17 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         super().register_backward_hook(site, work)
         self._injected.append(site.fqn)
 
+    def average_dense(self) -> None:
+        """Averages dense weights that ranks have stepped apart (``average_dense_every``), as before
+        a checkpoint; evaluation, the end of all data and :meth:`detach` do so too. Collective."""
+        self._dense_average.average()
+
     def detach(self) -> nn.Module:
         """Gives the model back with its own forwards; batches in flight stay. Collective.
 
         Until :meth:`attach` the model may be used, trained and loaded, on all ranks alike.
         """
+        self.average_dense()
         self._lifecycle.change_to(State.DETACHED)
         self._steps.release()
         return super().detach()

@@ -7,6 +7,7 @@ tables do not use. Leaving them out loses nothing, and no option is ignored sile
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,8 +35,8 @@ class PipelineOptions:
     """How :class:`.InterleavedTrainPipeline` interleaves, checks and reports.
 
     Raises:
-        ConfigError: If ``num_micro_batches`` or ``verify_every`` is less than 1, or the reduction
-            is not known.
+        ConfigError: If ``num_micro_batches``, ``verify_every`` or ``average_dense_every`` is less
+            than 1, or the reduction is not known.
     """
 
     num_micro_batches: int | None = None
@@ -67,6 +68,9 @@ class PipelineOptions:
     verify_every: int | None = None
     """Training steps between two bitwise comparisons of all replicas with their homes; ``None`` =
     no comparison. A comparison sends all hot rows to all ranks."""
+    average_dense_every: int = 1
+    """Training steps between two averages of the dense weights, which ranks step apart meanwhile:
+    not exact (:mod:`.dense_average`). 1 = DDP averages the gradients of every step."""
     custom_model_fwd: Callable[[Any], tuple[Any, Any]] | None = None
     """Called instead of the model, as by TorchRec's pipelines, with every micro-batch; returns
     ``(losses, output)``."""
@@ -76,10 +80,16 @@ class PipelineOptions:
 
     def __post_init__(self) -> None:
         Losses(self.loss_reduction)
-        for name in ("num_micro_batches", "verify_every"):
+        for name in ("num_micro_batches", "verify_every", "average_dense_every"):
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise ConfigError(f"{name} is {number}, expected at least 1")
+        if self.average_dense_every > 1:
+            warnings.warn(
+                f"average_dense_every={self.average_dense_every} is not exact: each rank steps the "
+                "dense weights by its own gradients, and only averages of the weights are shared",
+                stacklevel=4,
+            )
 
     @property
     def split(self) -> SplitBatch:
