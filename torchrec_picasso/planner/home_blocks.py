@@ -23,6 +23,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrec_picasso.cost.stock import over_mean
+
 _EVENNESS = (0.02, 0.1, 0.25, 0.5, 1.0, 2.0)
 """Additional load of all rows of a table, relative to its load, which limits the rows, and so the
 memory, of a rank: at most 51 times the mean of a table's rows with the first one, which is taken if
@@ -111,14 +113,14 @@ def balance_homes(
         balanced = _balanced(tables, world_size, evenness)
         bytes_W = (np.array(balanced) * row_bytes_T1).sum(0)
         if bytes_W.max() - bytes_W.mean() <= spare_bytes:
-            blocks = min(blocks, balanced, key=lambda cut: _max_over_mean(_loads(tables, cut)))
+            blocks = min(blocks, balanced, key=lambda cut: over_mean(_loads(tables, cut)))
             break
     load_W = _loads(tables, blocks)
     return HomeBlocks(
         block_rows_TW=tuple(blocks),
         load_W=tuple(load_W.tolist()),
-        max_over_mean=_max_over_mean(load_W),
-        even_max_over_mean=_max_over_mean(_loads(tables, even)),
+        max_over_mean=over_mean(load_W),
+        even_max_over_mean=over_mean(_loads(tables, even)),
     )
 
 
@@ -162,8 +164,3 @@ def _loads(tables: Sequence[RowLoads], blocks: Sequence[Sequence[int]]) -> NDArr
         for table, rows_W in zip(tables, blocks)
     ]
     return np.sum(each, axis=0)
-
-
-def _max_over_mean(load_W: NDArray[np.float64]) -> float:
-    mean = float(load_W.mean())
-    return float(load_W.max()) / mean if mean else 1.0
