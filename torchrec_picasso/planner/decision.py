@@ -202,18 +202,20 @@ def _row_loads(work: TableWork, hot_sets: Mapping[str, Tensor], stats: Frequency
     load_U = work.used_K[::-1][place_U.clip(max=work.used_K.size - 1)]
     is_hot_U = torch.isin(counts.rows_U, hot_H).numpy()
     is_once_U = (counts_U == 1).numpy() & ~is_hot_U
+    once_load = float(load_U[is_once_U].max(initial=0.0))
     load_U[is_once_U | is_hot_U] = 0.0  # hot rows are not requested
     dim, cold = float(work.load.dim), work.split(hot_H.numel()).cold_used
     rest, gap_load_U1 = max(0.0, cold - float(load_U.sum())), np.zeros(rows_U.size + 1)
     if is_once_U.any():
-        # rows seen once up to a gap without counts, or up to the end, share with the rows in it
+        # rows seen once up to a gap without counts, or up to the end, and what they leave to it
         gap_rows_U1 = np.diff(rows_U, prepend=-1, append=work.load.num_embeddings) - 1
         gaps = np.append(np.flatnonzero(gap_rows_U1[:-1]), rows_U.size)
         gap_of_once = np.searchsorted(gaps, np.flatnonzero(is_once_U) + 1)
         num_once = np.bincount(gap_of_once, minlength=gaps.size)
-        each = rest / num_once.sum() * num_once / np.maximum(num_once + gap_rows_U1[gaps], 1)
-        load_U[is_once_U], gap_load_U1[gaps] = each[gap_of_once], each * gap_rows_U1[gaps]
-        rest = 0.0
+        shares = rest / num_once.sum() * num_once
+        gap_load_U1[gaps] = np.minimum(shares, gap_rows_U1[gaps] * once_load)
+        kept = (shares - gap_load_U1[gaps]) / np.maximum(num_once, 1)
+        load_U[is_once_U], rest = kept[gap_of_once], 0.0
     return RowLoads(
         num_embeddings=work.load.num_embeddings,
         rows_U=rows_U,
@@ -229,8 +231,8 @@ def _row_wise_loads(load: TableLoad, stats: FrequencyStats, world_size: int) -> 
     counts = stats.tables[load.name]
     ends_W = np.cumsum(even_blocks(load.num_embeddings, world_size))
     home_U = np.searchsorted(ends_W, counts.rows_U.numpy(), side="right")
-    lookups_W = np.bincount(home_U, counts.likely_counts.numpy(), minlength=world_size)
+    seen_W = np.bincount(home_U, counts.likely_counts.numpy(), minlength=world_size)
     # lookups of rows without a count, and of a table without any, count as even
     total = max(counts.num_lookups, 1)
-    lookups_W += (total - lookups_W.sum()) / world_size
+    lookups_W = seen_W + (total - seen_W.sum()) / world_size
     return tuple((lookups_W / total * load.lookups * load.dim).tolist())
