@@ -33,7 +33,9 @@ def _prove(make: Make, *, is_told: bool = True) -> Proof:
     torch.manual_seed(0)
     model, batch = _Model(make), models.make_batch()
     given = models.given_tables(model, batch.sparse_features)
-    proof = prove(model, batch, given, made_inputs=partial(models.telling, given) if is_told else None)
+    proof = prove(
+        model, batch, given, made_inputs=partial(models.telling, given) if is_told else None
+    )
     if proof.reason is None:
         models.assert_cut_is_whole(model, batch, given, [3, 2, 7], "mean")
     return proof
@@ -60,7 +62,7 @@ def _crossed(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 def _of_lengths(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """An id for each sample: the mean number of its lookups, over the batch."""
     lengths = features.lengths()
-    return KeyedJaggedTensor(features.keys(), lengths // lengths.sum(), lengths.clamp(1, 1))
+    return KeyedJaggedTensor(features.keys(), lengths // lengths.sum(), lengths=lengths.clamp(1, 1))
 
 
 PROVED: dict[str, Make] = {
@@ -108,17 +110,17 @@ def _largest_beside(features: KeyedJaggedTensor) -> Made:
 
 
 REFUSED: dict[str, tuple[Make, str]] = {
-    "the loss": (_largest_beside, "the loss is what only tables may get"),
+    "the loss": (_largest_beside, "computes with what only tables may get"),
     "its own values": (
         lambda f: _beside(made := _merged(f), made.values().float().mean()),
-        "the loss is what only tables may get",
+        "computes with what only tables may get",
     ),
     "its size": (_per_lookup, "uses the batch's size as a number"),
     "a write": (_written, "aten.clamp_ at"),
     "nobody": (_dead, "aten.index at"),
     "its parts": (
         lambda f: _beside(made := _merged(f), made.to_dict()["f"].values().float().mean()),
-        "tolist",
+        "calls .item, which reads data",
     ),
     "a number": (lambda f: _beside(_merged(f), int(f.values().max())), "calls .__int__"),
     "noise": (
