@@ -84,6 +84,11 @@ def test_a_row_that_outweighs_a_rank_is_the_limit() -> None:
     assert homes.max_over_mean == pytest.approx(90 / (189 / 4), rel=0.05)
 
 
+def test_a_table_without_load_compensates_none() -> None:
+    homes = balance_homes([table(9, np.array([8.0])), table(90, np.zeros(0))], 3)
+    assert homes.block_rows_TW[1] == (30, 30, 30)
+
+
 def test_rows_are_spread_too() -> None:
     """All requests go to ten rows, but a rank has at most 51 times the mean of the rows."""
     blocks = balance_homes([table(100_000, np.ones(10))], 64).block_rows_TW[0]

@@ -127,15 +127,16 @@ def balance_homes(
 def _balanced(
     tables: Sequence[RowLoads], world_size: int, evenness: float
 ) -> list[tuple[int, ...]]:
-    """Splits tables at equal shares of their load and of ``evenness`` times it in all rows."""
-    spread = [table.spread_load + evenness * table.total + 1e-9 for table in tables]
+    """Splits tables at equal shares of their load and of ``evenness`` times it in all rows; tables
+    without load in equal blocks."""
+    spread = [table.spread_load + evenness * table.total for table in tables]
     weighted = [replace(table, spread_load=load) for table, load in zip(tables, spread)]
     # heaviest rows first: tables of lighter rows can compensate their imbalance
     heaviest = [table.load_U.max(initial=0.0) for table in weighted]
     order = sorted(range(len(tables)), key=lambda t: (-heaviest[t], t))
-    balanced: list[tuple[int, ...]] = [()] * len(tables)
+    balanced = [filled_blocks(table.num_embeddings, world_size) for table in tables]
     given, total = np.zeros(world_size - 1), 0.0  # load so far of the ranks below each cut
-    for t in order:
+    for t in (t for t in order if tables[t].total):
         boundaries, load_below = weighted[t].load_below()
         total += weighted[t].total
         aims = np.arange(1, world_size) / world_size * total - given
