@@ -32,6 +32,7 @@ from benchmarks.first_use.streams import STREAMS, read_stream
 from torchrec_picasso.app.cli.outputs import check_outputs, write_result
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.stock import over_mean
 from torchrec_picasso.cost.table_work import TableLoad
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.frequency import FrequencyStats, ModelTable
@@ -155,15 +156,15 @@ def measure(columns: Columns, batch_size: int, world_size: int) -> dict[str, obj
                 lookups_TW[t] += _by_home(drawn, even_ends[t])
                 equal_W += _by_home(distinct, even_ends[t])
                 cut_SW[step] += _by_home(distinct, cut_ends[t])
-    by_table = {name: _over_mean(loads) for name, loads in zip(columns, lookups_TW)}
+    by_table = {name: over_mean(loads) for name, loads in zip(columns, lookups_TW)}
     busiest = max(by_table, key=by_table.__getitem__)
     stored_W = np.sum([np.diff(ends, prepend=0) for ends in cut_ends], axis=0)
     return {
-        "lookups": _over_mean(lookups_TW.sum(0)),
-        "distinct_equal": _over_mean(equal_W),
-        "distinct_cut": _over_mean(cut_SW.sum(0)),
-        "distinct_cut_step": float(np.mean([_over_mean(loads) for loads in cut_SW])),
-        "stored": _over_mean(stored_W),
+        "lookups": over_mean(lookups_TW.sum(0)),
+        "distinct_equal": over_mean(equal_W),
+        "distinct_cut": over_mean(cut_SW.sum(0)),
+        "distinct_cut_step": float(np.mean([over_mean(loads) for loads in cut_SW])),
+        "stored": over_mean(stored_W),
         "busiest_table": busiest,
         "busiest_table_lookups": by_table[busiest],
     }
@@ -197,10 +198,6 @@ def plan(
 
 def _by_home(ids: NDArray[np.int64], ends_W: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.bincount(np.searchsorted(ends_W, ids, side="right"), minlength=ends_W.size)
-
-
-def _over_mean(loads_W: NDArray[np.float64] | NDArray[np.int64]) -> float:
-    return float(loads_W.max() / loads_W.mean())
 
 
 def _line(name: str, world_size: int, line: Mapping[str, object]) -> str:

@@ -16,7 +16,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from tests.planner.samples import META, ROWS, AbleSharder, Model, stats, topology
+from tests.planner.samples import DIM, META, ROWS, AbleSharder, Model, stats, topology
 from tests.support.tables import bags_of, stats_of, tables_of
 from torchrec_picasso import (
     HotColdEmbeddingCollectionSharder,
@@ -147,6 +147,20 @@ def test_homes_follow_the_load() -> None:
     assert memory[1] > memory[0]
     means = [summary["memory_bytes"][name] for name in ("home", "replica", "buffers")]
     assert sum(memory) / 2 == pytest.approx(sum(means))
+
+
+def test_rows_count_as_equally_often_asked_for_without_counts() -> None:
+    planner, _ = planned(hot_rows=0)
+    summary = summarize(planner.decision)
+    asked = sum(planner.explain()["cold_rows"]) * DIM * 4  # bytes that a rank asks for
+    assert [rank["served_bytes"] for rank in summary["ranks"]] == pytest.approx([asked / 2] * 2)
+    assert "row_wise" not in summary["busiest_over_mean"]
+    # a table that no sample looked up beside others
+    unseen = stats_of({"c": ROWS["c"]}, lambda rows: torch.tensor([], dtype=torch.int64), 8, BATCH)
+    some = FrequencyStats(tables={**skewed().tables, **unseen.tables}, num_samples=8 * BATCH)
+    planner, _ = planned(stats=some, hot_rows=0)
+    load = planner.explain().set_index("table")["row_wise_load"]
+    assert load.to_dict() == pytest.approx({"a": 2.0, "b": 2.0, "c": 1.0})
 
 
 def test_the_same_input_gives_the_same_plan_in_another_process() -> None:

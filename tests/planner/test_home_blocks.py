@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.rank_load import by_frequency, measure, read_columns
+from benchmarks.rank_load import by_frequency, measure, plan, read_columns
 from tests.frequency.test_criteo import FEATURES, ROWS
 from torchrec_picasso.app.zoo.data.criteo import hash_ids
 from torchrec_picasso.app.zoo.data.criteo_files import read_criteo
 from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.stock import over_mean
 from torchrec_picasso.cost.table_work import TableLoad
 from torchrec_picasso.frequency import FrequencyStats, ModelTable
 from torchrec_picasso.frequency.counts import LookupCounter
@@ -83,6 +84,11 @@ def test_a_row_that_outweighs_a_rank_is_the_limit() -> None:
     assert homes.max_over_mean == pytest.approx(90 / (189 / 4), rel=0.05)
 
 
+def test_a_table_without_load_compensates_none() -> None:
+    homes = balance_homes([table(9, np.array([8.0])), table(90, np.zeros(0))], 3)
+    assert homes.block_rows_TW[1] == (30, 30, 30)
+
+
 def test_rows_are_spread_too() -> None:
     """All requests go to ten rows, but a rank has at most 51 times the mean of the rows."""
     blocks = balance_homes([table(100_000, np.ones(10))], 64).block_rows_TW[0]
@@ -138,6 +144,34 @@ def test_ids_by_counted_frequency_leave_rows_without_a_count_to_the_end() -> Non
     ids = read_columns("zipf_1.1", "")["item"]
     found = measure({"item": by_frequency(ids * 7919 % 1_000_003, len(ids) // 2)}, 4096, 4)
     assert found["distinct_cut"] <= 1.2 < found["distinct_equal"]
+
+
+@pytest.mark.parametrize("unseen", [0, 500, 999])
+def test_users_seen_once_are_cut_evenly_around_an_id_that_pads(unseen: int) -> None:
+    """The only row without a count gets no more than its share of the load."""
+    users = np.delete(np.arange(1000), unseen)[:, None]
+    decision = plan({"user": users}, {"user": 1000}, 64, 4)
+    assert max(decision.block_rows[0]) <= 260
+    assert decision.homes.max_over_mean < 1.05
+
+
+@pytest.mark.parametrize("exponent", [0.8, 1.1])
+def test_bounded_counts_cut_homes_too(exponent: float) -> None:
+    """Counts of the most frequent rows alone, each too low."""
+    ids = read_columns(f"zipf_{exponent}", "")["item"][:, 0]
+    num_rows, half = int(ids.max()) + 1, ids.size // 2
+    item = ModelTable(name="item", num_embeddings=num_rows, feature_names=("item",))
+    counter = LookupCounter(item, max_rows=30_000)
+    for part in np.split(ids[:half], 10):
+        counter.add(part)
+        counter._count_pending()
+    counts = counter.result()
+    assert counts.max_undercount > 0
+    found = _decided(FrequencyStats(tables={"item": counts}, num_samples=half), 4, 0)
+    ends_W = np.cumsum(found.block_rows[0])
+    seen = map(np.unique, np.split(ids[half : half + 20 * BATCH_SIZE], 20))
+    homes = np.searchsorted(ends_W, np.concatenate(list(seen)), side="right")
+    assert over_mean(np.bincount(homes, minlength=4)) < 1.1
 
 
 BATCH_SIZE = 4096

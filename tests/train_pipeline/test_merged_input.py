@@ -264,7 +264,7 @@ def _hook(model: Any) -> None:
 
 IS = ["ebc: interleaved"]
 _HERE = f"made inside the model: {__file__}:"
-NUMBERS = (None, 1, 2)
+NUMBERS = (None, 1, 2, 4)
 
 
 def _refused(model: type[Model], what: str) -> Program:
@@ -316,6 +316,34 @@ PROGRAMS = {
 @cases_of(PROGRAMS)
 def test_trains_as_stock(name: str, num_micro_batches: int | None) -> None:
     assert_as_stock(__name__, name, num_micro_batches)
+
+
+class Beside(Merged):
+    """The loss gets what the table gets."""
+
+    def forward(self, batch: Batch) -> tuple[Any, Any]:
+        loss, output = super().forward(batch)
+        return loss * (1 + batch.sparse_features.values().max()), output
+
+
+CUT = (Merged, OfTensors, Crossed, Largest, Shifted, ByMode, Buffered)
+
+
+def _summaries(rank: int, world_size: int) -> dict[type[Model], str]:
+    told = {}
+    for kind in (*CUT, Beside):
+        model = build(kind(Head), ())
+        pipeline = InterleavedTrainPipeline(model, dense_optimizer(model), CPU)
+        runs.run_to_the_end(pipeline, iter([batch_of(rank, step) for step in range(STEPS)]))
+        told[kind] = pipeline.summary()
+    return told
+
+
+def test_batches_are_cut_by_default_if_only_tables_get_what_is_made() -> None:
+    for told in run_once(_summaries, 2):
+        assert not [kind for kind in CUT if "batches are whole" in told[kind]]
+        assert "batches are whole: " in told[Beside]
+        assert "max at " + __file__ in told[Beside]
 
 
 def _per_candidate(self: Head, out: Tensor, batch: Batch) -> JaggedTensor:

@@ -11,7 +11,7 @@ Source: TorchRec ``distributed/sharding/{tw,rw,cw,dp}_sharding.py``, ``distribut
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchrec_picasso.cost.curves import CommCurves
@@ -218,8 +218,13 @@ def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: in
         # greedy: each shard goes to the rank with the smallest load, the top of the heap
         for weight in sorted(weights, reverse=True):
             heapq.heapreplace(rank_loads, rank_loads[0] + weight)
-    total = sum(rank_loads)
-    return max(rank_loads) * world_size / total if total else 1.0
+    return over_mean(rank_loads)
+
+
+def over_mean(load_W: Iterable[float]) -> float:
+    """Divides the load of the busiest rank by the mean; 1 if no rank has any."""
+    loads = list(load_W)
+    return max(loads) * len(loads) / total if (total := sum(loads)) else 1.0
 
 
 def _column_shards(load: TableLoad, world_size: int) -> int:

@@ -98,17 +98,20 @@ class TableCounts:
         """Number of distinct seen rows; an estimate if the counts are not exact."""
         return round(float(self.spectrum.rows_K.sum()))
 
+    @property
+    def likely_counts(self) -> Tensor:
+        """Counts with the lookups that each probably misses, int64, shape ``(U,)``."""
+        # a row that was always among the heavy hitters misses exactly max_undercount lookups
+        num_rows = max(1, self.rows_U.numel())
+        return self.counts_U + min(self.max_undercount, self.num_uncounted // num_rows)
+
     @cached_property
     def spectrum(self) -> CountSpectrum:
         """Number of rows by lookup count."""
-        # A row that was always among the heavy hitters misses exactly max_undercount lookups. The
-        # remaining uncounted lookups are of rows outside rows_U.
-        num_rows = self.rows_U.numel()
-        missing = min(self.max_undercount, self.num_uncounted // max(1, num_rows))
-        rest = self.num_uncounted - missing * num_rows
-        return CountSpectrum.from_counts(
-            self.counts_U + missing, self.num_embeddings, rest, self.effective_share
-        )
+        counts_U = self.likely_counts
+        # the remaining uncounted lookups are of rows outside rows_U
+        rest = self.num_lookups - int(counts_U.sum())
+        return CountSpectrum.from_counts(counts_U, self.num_embeddings, rest, self.effective_share)
 
     def most_frequent_first(self) -> tuple[Tensor, Tensor]:
         """Returns rows and counts, both ``(U,)``, sorted by descending count, then by row."""

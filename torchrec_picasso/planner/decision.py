@@ -67,7 +67,8 @@ def decide(
     """
     able = {t.load.name: t.load.num_embeddings for t in tables if t.not_hot_cold is None}
     if stats is not None:
-        stats.check_model(able)
+        for table in tables:  # one by one: names may repeat
+            stats.check_model({table.load.name: table.load.num_embeddings})
     dense = (dense or curves.dense or DenseTimes()).at(batch_size)
     pricer = StepPricer(curves, world_size, dense, pieces_for(batch_size))
     if hot_rows is None:
@@ -189,26 +190,32 @@ def _row_loads(work: TableWork, hot_sets: Mapping[str, Tensor], stats: Frequency
     """Estimates the elements that one rank requests per step, by row of a table.
 
     Rows seen once do not predict the rows of the next batch, but where those are: near them are as
-    many rows that were not seen (Good 1953, in each part of the table). So each gives an equal
-    share of their load to the next rows without a count, wherever the frequent ids are.
+    many rows that were not seen (Good 1953, in each part of the table). So rows seen once and the
+    next rows without a count have equal loads, wherever the frequent ids are.
     """
     counts, hot_H = stats.tables[work.load.name], hot_sets[work.load.name]
     rows_U, counts_U, spectrum = counts.rows_U.numpy(), counts.counts_U, work.load.spectrum
     assert spectrum is not None
     # load of a row = probability that one rank's batch uses it, looked up by its count
-    place_U = torch.searchsorted(spectrum.counts_K.flip(0), counts_U.double()).numpy()
+    likely_U = counts.likely_counts.double()
+    place_U = torch.searchsorted(spectrum.counts_K.flip(0), likely_U).numpy()
     load_U = work.used_K[::-1][place_U.clip(max=work.used_K.size - 1)]
     is_hot_U = torch.isin(counts.rows_U, hot_H).numpy()
     is_once_U = (counts_U == 1).numpy() & ~is_hot_U
+    once_load = float(load_U[is_once_U].max(initial=0.0))
     load_U[is_once_U | is_hot_U] = 0.0  # hot rows are not requested
     dim, cold = float(work.load.dim), work.split(hot_H.numel()).cold_used
     rest, gap_load_U1 = max(0.0, cold - float(load_U.sum())), np.zeros(rows_U.size + 1)
-    once = np.flatnonzero(is_once_U)
-    gaps = np.flatnonzero(np.diff(rows_U, prepend=-1, append=work.load.num_embeddings) > 1)
-    if once.size and gaps.size:
-        following = np.searchsorted(gaps, once + 1).clip(max=gaps.size - 1)
-        np.add.at(gap_load_U1, gaps[following], rest / once.size)
-        rest = 0.0
+    if is_once_U.any():
+        # rows seen once up to a gap without counts, or up to the end, and what they leave to it
+        gap_rows_U1 = np.diff(rows_U, prepend=-1, append=work.load.num_embeddings) - 1
+        gaps = np.append(np.flatnonzero(gap_rows_U1[:-1]), rows_U.size)
+        gap_of_once = np.searchsorted(gaps, np.flatnonzero(is_once_U) + 1)
+        num_once = np.bincount(gap_of_once, minlength=gaps.size)
+        shares = rest / num_once.sum() * num_once
+        gap_load_U1[gaps] = np.minimum(shares, gap_rows_U1[gaps] * once_load)
+        kept = (shares - gap_load_U1[gaps]) / np.maximum(num_once, 1)
+        load_U[is_once_U], rest = kept[gap_of_once], 0.0
     return RowLoads(
         num_embeddings=work.load.num_embeddings,
         rows_U=rows_U,
@@ -221,10 +228,11 @@ def _row_loads(work: TableWork, hot_sets: Mapping[str, Tensor], stats: Frequency
 
 def _row_wise_loads(load: TableLoad, stats: FrequencyStats, world_size: int) -> tuple[float, ...]:
     """Computes the elements that each rank looks up for one rank's batch with equal blocks."""
-    counts = stats.tables.get(load.name)
-    if counts is None:
-        return (load.lookups * load.dim / world_size,) * world_size
+    counts = stats.tables[load.name]
     ends_W = np.cumsum(even_blocks(load.num_embeddings, world_size))
     home_U = np.searchsorted(ends_W, counts.rows_U.numpy(), side="right")
-    lookups_W = np.bincount(home_U, counts.counts_U.numpy(), minlength=world_size)
-    return tuple((lookups_W / max(lookups_W.sum(), 1) * load.lookups * load.dim).tolist())
+    seen_W = np.bincount(home_U, counts.likely_counts.numpy(), minlength=world_size)
+    # lookups of rows without a count, and of a table without any, count as even
+    total = max(counts.num_lookups, 1)
+    lookups_W = seen_W + (total - seen_W.sum()) / world_size
+    return tuple((lookups_W / total * load.lookups * load.dim).tolist())

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrec_picasso.cost.hot_cold import hot_cold_memory_bytes
-from torchrec_picasso.cost.stock import max_over_mean
+from torchrec_picasso.cost.stock import max_over_mean, over_mean
 from torchrec_picasso.planner.decision import Decision
 
 if TYPE_CHECKING:
@@ -78,9 +78,11 @@ def summarize(decision: Decision) -> dict[str, Any]:
 def _ranks(decision: Decision) -> list[dict[str, float]]:
     """Predicts what each rank serves, sends and stores for hot/cold tables in one step."""
     world_size, homes = decision.world_size, decision.homes
-    num_hot = decision.num_hot
-    works = [(i, work) for i, work in enumerate(decision.works) if decision.forms[i]]
-    load_W = homes.load_W if homes is not None else (0.0,) * world_size
+    num_hot, forms = decision.num_hot, decision.forms
+    works = [(i, work) for i, work in enumerate(decision.works) if forms[i]]
+    in_rows = [(i, work) for i, work in works if forms[i] == "rows"]
+    even = sum(work.split(num_hot[i]).cold_used * work.load.dim for i, work in in_rows)
+    load_W = homes.load_W if homes is not None else (even / world_size,) * world_size
     all_bytes = sum(load_W) * _WIRE_BYTES  # of the rows that a rank requests, its own included
     others = sum(decision.sent_bytes.values()) - 2 * all_bytes * (world_size - 1) / world_size
     parts = decision.step.num_micro_batches
@@ -109,16 +111,11 @@ def _ranks(decision: Decision) -> list[dict[str, float]]:
 def _busiest_over_mean(
     decision: Decision, ranks: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    found = {name: _over_mean([rank[name] for rank in ranks]) for name in ranks[0]}
+    found = {name: over_mean([rank[name] for rank in ranks]) for name in ranks[0]}
     if decision.row_wise_TW:
-        found["row_wise"] = _over_mean([sum(loads_T) for loads_T in zip(*decision.row_wise_TW)])
+        found["row_wise"] = over_mean([sum(loads_T) for loads_T in zip(*decision.row_wise_TW)])
     loads = [work.load for work in decision.works]
     return found | {"table_wise": max_over_mean("table_wise", loads, decision.world_size)}
-
-
-def _over_mean(loads_W: Sequence[float]) -> float:
-    total = sum(loads_W)
-    return max(loads_W) * len(loads_W) / total if total else 1.0
 
 
 def why_nothing_is_hot_cold(decision: Decision) -> str | None:
@@ -147,7 +144,7 @@ def _line(decision: Decision, index: int) -> dict[str, Any]:
         "lookups": load.lookups,
         "unique_rows": work.unique,
         "cold_rows": split.cold_used,
-        "row_wise_load": _over_mean(decision.row_wise_TW[index]) if decision.row_wise_TW else None,
+        "row_wise_load": over_mean(decision.row_wise_TW[index]) if decision.row_wise_TW else None,
         "home_bytes": memory["home"],
         "replica_bytes": memory["replica"],
         "why": _why(decision, index),

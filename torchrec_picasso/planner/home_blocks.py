@@ -23,6 +23,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrec_picasso.cost.stock import over_mean
+
 _EVENNESS = (0.02, 0.1, 0.25, 0.5, 1.0, 2.0)
 """Additional load of all rows of a table, relative to its load, which limits the rows, and so the
 memory, of a rank: at most 51 times the mean of a table's rows with the first one, which is taken if
@@ -111,29 +113,30 @@ def balance_homes(
         balanced = _balanced(tables, world_size, evenness)
         bytes_W = (np.array(balanced) * row_bytes_T1).sum(0)
         if bytes_W.max() - bytes_W.mean() <= spare_bytes:
-            blocks = min(blocks, balanced, key=lambda cut: _max_over_mean(_loads(tables, cut)))
+            blocks = min(blocks, balanced, key=lambda cut: over_mean(_loads(tables, cut)))
             break
     load_W = _loads(tables, blocks)
     return HomeBlocks(
         block_rows_TW=tuple(blocks),
         load_W=tuple(load_W.tolist()),
-        max_over_mean=_max_over_mean(load_W),
-        even_max_over_mean=_max_over_mean(_loads(tables, even)),
+        max_over_mean=over_mean(load_W),
+        even_max_over_mean=over_mean(_loads(tables, even)),
     )
 
 
 def _balanced(
     tables: Sequence[RowLoads], world_size: int, evenness: float
 ) -> list[tuple[int, ...]]:
-    """Splits tables at equal shares of their load and of ``evenness`` times it in all rows."""
-    spread = [table.spread_load + evenness * table.total + 1e-9 for table in tables]
+    """Splits tables at equal shares of their load and of ``evenness`` times it in all rows; tables
+    without load in equal blocks."""
+    spread = [table.spread_load + evenness * table.total for table in tables]
     weighted = [replace(table, spread_load=load) for table, load in zip(tables, spread)]
     # heaviest rows first: tables of lighter rows can compensate their imbalance
     heaviest = [table.load_U.max(initial=0.0) for table in weighted]
     order = sorted(range(len(tables)), key=lambda t: (-heaviest[t], t))
-    balanced: list[tuple[int, ...]] = [()] * len(tables)
+    balanced = [filled_blocks(table.num_embeddings, world_size) for table in tables]
     given, total = np.zeros(world_size - 1), 0.0  # load so far of the ranks below each cut
-    for t in order:
+    for t in (t for t in order if tables[t].total):
         boundaries, load_below = weighted[t].load_below()
         total += weighted[t].total
         aims = np.arange(1, world_size) / world_size * total - given
@@ -162,8 +165,3 @@ def _loads(tables: Sequence[RowLoads], blocks: Sequence[Sequence[int]]) -> NDArr
         for table, rows_W in zip(tables, blocks)
     ]
     return np.sum(each, axis=0)
-
-
-def _max_over_mean(load_W: NDArray[np.float64]) -> float:
-    mean = float(load_W.mean())
-    return float(load_W.max()) / mean if mean else 1.0

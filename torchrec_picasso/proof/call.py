@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -53,6 +53,8 @@ class Call:
     """Tensors among the arguments; tensors in lists are listed one by one."""
     sizes: Sizes
     out: Any = None
+    wanted: list[tuple[str, str, str]] = field(default_factory=list)
+    """Equal numbers of rows that the rule needs, which another operator must ensure, and why."""
 
     @cached_property
     def varying(self) -> list[Operand]:
@@ -97,9 +99,9 @@ class Call:
         return Value(Kind.ROWS, rows=found[0])
 
     def want_same(self, one: str, other: str) -> None:
-        """Records that a rule needs two equal numbers of rows; another operator must ensure it."""
+        """Notes that a rule needs two equal numbers of rows."""
         if not self.sizes.are_same(one, other):
-            self.sizes.want_same(one, other, f"{self.name} at {current_line()}")
+            self.wanted.append((one, other, f"{self.name} at {current_line()}"))
 
     def require_single(self, operand: Operand) -> None:
         """Requires one entry of the batch's dim for each row."""

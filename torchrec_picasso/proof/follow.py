@@ -1,8 +1,15 @@
-"""Follows the batch through a forward's operators, each of which runs on tensors without data."""
+"""Follows the batch through a forward's operators, each of which runs on tensors without data.
+
+What a table looks up may come from operators that mix samples or have no rule, if it is made ahead
+of the model: a table's rows are those of the whole batch's input, however it was made. Results of
+such operators are ``INPUT``; those that reach anything else are refused, and so are those that
+reach no table, because they may raise on a part of a batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,11 +39,14 @@ _KNOWN = (Tensor, nn.Parameter, FakeTensor)
 
 class Follower(TorchDispatchMode):
     """A dispatch mode that records how each tensor depends on the batch. ``names`` are those of the
-    model's parameters and buffers, by ``id``."""
+    model's parameters and buffers, by ``id``; with ``makes_inputs`` the model makes inputs of
+    tables, which :meth:`give` gets."""
 
-    def __init__(self, sizes: Sizes, names: Mapping[int, str]) -> None:
+    def __init__(self, sizes: Sizes, names: Mapping[int, str], makes_inputs: bool = False) -> None:
         super().__init__()
-        self.sizes = sizes
+        self.sizes, self._makes_inputs = sizes, makes_inputs
+        self._unproved: list[str] = []  # reasons of operators whose results are INPUT
+        self._not_given: set[int] = set()  # those of them that have reached no table
         self._names = names
         self._known: dict[int, tuple[Tensor, Value]] = {}
         self._outside: dict[int, str] = {}
@@ -69,6 +79,16 @@ class Follower(TorchDispatchMode):
         """Whether a tensor shares memory with the model or the batch."""
         return tensor.untyped_storage()._cdata in self._outside
 
+    def give(self, tensors: Iterable[Tensor]) -> None:
+        """Notes that a table gets tensors as its input, which is made ahead of the model."""
+        for tensor in tensors:
+            self._not_given -= self.value_of(tensor).operators
+
+    @property
+    def why_not_given(self) -> str | None:
+        """The first unproved operator of which no table got a result; ``None`` = there is none."""
+        return self._unproved[min(self._not_given)] if self._not_given else None
+
     def refuse(self, reason: str) -> None:
         """Records a reason; only the first one is kept."""
         self.reason = self.reason or reason
@@ -83,7 +103,7 @@ class Follower(TorchDispatchMode):
             if not isinstance(error, UnprovedError):
                 text = reason.strip().partition("\n")[0][:200]
                 reason = f"cannot be followed without data ({type(error).__name__}: {text})"
-            self.refuse(f"{func._schema.name.replace('::', '.')} at {current_line()} {reason}")
+            self.refuse(_placed(func, reason))
             raise
 
     def _follow(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -94,22 +114,37 @@ class Follower(TorchDispatchMode):
         if namespace in COMMUNICATES:
             raise UnprovedError("communicates, once per micro-batch")
         self.num_operators += 1
-        call = self._bound(func, args, kwargs)
+        call, before = self._bound(func, args, kwargs), len(self.sizes.env.guards)
         written = self._check(call, func)
+        try:
+            return self._proved(call, written, func, args, kwargs)
+        except UnprovedError as unproved:
+            is_random = torch.Tag.nondeterministic_seeded in func.tags
+            if written or is_random or not self._makes_inputs:
+                raise
+            call = replace(call)
+            self._run(call, before, func, args, kwargs)
+            self._not_given.add(len(self._unproved))
+            own = frozenset([len(self._unproved)])
+            self._unproved.append(_placed(func, str(unproved)))
+        value = Value(Kind.INPUT, operators=own.union(*(x.value.operators for x in call.operands)))
+        self._note_all(call, [value] * len(call.outputs), written, func)
+        return call.out
+
+    def _proved(
+        self, call: Call, written: Sequence[Operand], func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs a call, and records its results by the operator's rule."""
+        if any(operand.value.kind is Kind.INPUT for operand in call.operands):
+            raise UnprovedError(f"computes with {Kind.INPUT.value}")
+        namespace = func._schema.name.partition("::")[0]
         name = call.name if namespace == "aten" else f"{namespace}.{call.name}"
         is_pointwise = namespace == "aten" and torch.Tag.pointwise in func.tags
         rule = RULES.get("pointwise" if is_pointwise and name != "equal" else name)
         # without a rule the operator is decomposed, and the mode follows its parts
         if rule is None and call.varying:
             return self._decomposed(func, args, kwargs)
-        before = len(self.sizes.env.guards)
-        # a new guard on a symbol means that the operator branched on the size of the batch
-        call.out = func(*args, **kwargs)
-        assumption = self.sizes.assumption(before)
-        if assumption is not None:
-            raise UnprovedError(f"{assumption}: it depends on the size of the batch")
-        if any(not isinstance(leaf, Tensor | None) for leaf in tree_leaves(call.out)):
-            raise UnprovedError("gives a number that depends on data")
+        self._run(call, len(self.sizes.env.guards), func, args, kwargs)
         values: Sequence[Value] | None = [SAME] * len(call.outputs)
         if call.varying or call.numbers or torch.Tag.nondeterministic_seeded in func.tags:
             values = None if rule is None else rule(call)
@@ -119,10 +154,22 @@ class Follower(TorchDispatchMode):
             return self._decomposed(func, args, kwargs)
         if values is None:
             raise UnprovedError("has no rule")
-        self._note_views(call, func)
-        for tensor, value in zip(call.outputs, values):
-            self._note(tensor, value, written, func)
+        for wanted in call.wanted:
+            self.sizes.want_same(*wanted)
+        self._note_all(call, values, written, func)
         return call.out
+
+    def _run(
+        self, call: Call, num_guards: int, func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        """Runs a call; raises if it depends on the batch's size, or gives a number of its data."""
+        call.out = func(*args, **kwargs)
+        # a new guard on a symbol means that the operator branched on the size of the batch
+        assumption = self.sizes.assumption(num_guards)
+        if assumption is not None:
+            raise UnprovedError(f"{assumption}: it depends on the size of the batch")
+        if any(not isinstance(leaf, Tensor | None) for leaf in tree_leaves(call.out)):
+            raise UnprovedError("gives a number that depends on data")
 
     def _bound(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Call:
         """Maps the arguments of a call to their names, with defaults and tensors' dependence."""
@@ -162,11 +209,16 @@ class Follower(TorchDispatchMode):
     def _name(self, tensor: Tensor) -> str:
         return f"{self._names.get(id(tensor), 'a tensor from outside')}, once per micro-batch"
 
-    def _note_views(self, call: Call, func: Any) -> None:
+    def _note_all(
+        self, call: Call, values: Sequence[Value], written: Sequence[Operand], func: Any
+    ) -> None:
+        """Records all outputs of a call, and which of them are views into the model."""
         real = [op.tensor for op in call.operands if not isinstance(op.tensor, FakeTensor)]
         if real and any(returned.alias_info is not None for returned in func._schema.returns):
             for out in call.outputs:
                 self._outside[out.untyped_storage()._cdata] = self._name(real[0])
+        for tensor, value in zip(call.outputs, values):
+            self._note(tensor, value, written, func)
 
     def _decomposed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs an operator without a rule by its decomposition."""
@@ -201,3 +253,8 @@ class Follower(TorchDispatchMode):
             self.know(tensor, value)
         elif value.kind is not Kind.SAME:
             raise UnprovedError("gives a tensor with data that depends on the batch")
+
+
+def _placed(func: Any, reason: str) -> str:
+    """Names an operator and its line in the model in front of a reason."""
+    return f"{func._schema.name.replace('::', '.')} at {current_line()} {reason}"

@@ -6,6 +6,8 @@ same for every batch, an entry for each sample that only this sample's inputs de
 samples. If the loss is such a mean, outputs are such entries or means, and the forward has no other
 effect, then the batch may be split into any consecutive parts: the weighted mean of their losses is
 the loss of the batch, their gradients sum to its gradient, and their outputs join to its output.
+What only tables get as an input that is made ahead of the model may depend on the batch in any way:
+tables give micro-batches their part of what they give for the whole batch.
 
 Anything without a rule is unproved. That costs speed, never exactness.
 
@@ -16,10 +18,11 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +67,16 @@ class Proof:
     """Number of operators that were followed."""
 
 
+MadeInputs = Callable[[Callable[[Iterable[Tensor]], None]], AbstractContextManager[None]]
+"""A context in which a function gets the tensors of each input, made ahead, of a given module."""
+
+
 def prove(
-    module: nn.Module, batch: Any, given: Sequence[Given], loss_reduction: str = "mean"
+    module: nn.Module,
+    batch: Any,
+    given: Sequence[Given],
+    loss_reduction: str = "mean",
+    made_inputs: MadeInputs | None = None,
 ) -> Proof:
     """Proves that a model may train in micro-batches of consecutive samples, or says why not.
 
@@ -78,12 +89,14 @@ def prove(
         given: Sharded modules, and others that do not run, with their outputs for the batch.
         loss_reduction: How the losses are reduced over samples: "mean", "sum", or "ratio", with
             losses ``(numerators, denominators)`` that are both sums.
+        made_inputs: Tells what given modules get that is made ahead of the model, for the batch and
+            for each micro-batch before it is trained; ``None`` = they read the batch alone.
     """
     try:
         guard = Guard(module, [known.module for known in given], batch)
     except Exception as error:  # any error of the user's attributes
         return Proof(f"the model's state cannot be read ({type(error).__name__}: {error})")
-    forward = _Forward(module, batch, given, loss_reduction, guard)
+    forward = _Forward(module, batch, given, loss_reduction, made_inputs, guard)
     reason = guard.reason or why_disturbed()
     if reason is None:
         try:
@@ -102,14 +115,23 @@ class _Forward:
     """A forward without data, with the arguments of :func:`prove`; it may run again."""
 
     def __init__(
-        self, module: nn.Module, batch: Any, given: Sequence[Given], reduction: str, guard: Guard
+        self,
+        module: nn.Module,
+        batch: Any,
+        given: Sequence[Given],
+        reduction: str,
+        made_inputs: MadeInputs | None,
+        guard: Guard,
     ) -> None:
         self._module, self._batch, self._given = module, batch, given
-        self._reduction, self._guard = reduction, guard
+        self._reduction, self._made_inputs, self._guard = reduction, made_inputs, guard
         named = (*module.named_parameters(), *module.named_buffers())
         self._names = {id(tensor): name for name, tensor in named}
-        self.follower = Follower(Sizes(), self._names)
+        self.follower = self._new_follower(Sizes())
         """The follower of the last run."""
+
+    def _new_follower(self, sizes: Sizes) -> Follower:
+        return Follower(sizes, self._names, self._made_inputs is not None)
 
     def _refuse(self, reason: str) -> None:
         self.follower.refuse(reason)
@@ -119,7 +141,7 @@ class _Forward:
     def run(self) -> None:
         """Raises UnprovedError if the forward cannot be followed, or is no proof."""
         sizes = Sizes()
-        follower = self.follower = Follower(sizes, self._names)
+        follower = self.follower = self._new_follower(sizes)
         mode = FakeTensorMode(shape_env=sizes.env, allow_non_fake_inputs=True)
         mode.cache_enabled = False  # with symbols a hit costs more than it saves
         inputs = Inputs(sizes, follower, mode, num_samples(self._batch))
@@ -130,11 +152,14 @@ class _Forward:
         # Modes from the outside in: enable gradients, decompose in Python, make tensors without
         # data, follow operators, watch functions.
         watch = Watch(self._refuse, self._guard.enter)
-        with torch.enable_grad(), enable_python_dispatcher(), mode, follower, watch:
+        listening = self._made_inputs(follower.give) if self._made_inputs else nullcontext()
+        with torch.enable_grad(), listening, enable_python_dispatcher(), mode, follower, watch:
             result = self._module(made)
         if _places_in(made) != before:
             # the caller sees that, and a later epoch may read it; a micro-batch is a copy
             raise UnprovedError("the model changes the containers of its batch")
+        if follower.why_not_given is not None:
+            raise UnprovedError(follower.why_not_given)
         _judge(result, self._reduction, follower)
         if follower.reason is not None:  # the model caught the error
             raise UnprovedError(follower.reason)
@@ -185,7 +210,9 @@ def _undisturbed() -> Iterator[None]:
     gc.disable()
     torch.set_autocast_cache_enabled(False)
     try:
-        with restored_randomness(torch.device("cpu")), warnings.catch_warnings():
+        # features that the model makes compute no sizes, which are not known here
+        unsynced = patch.object(KeyedJaggedTensor, "sync", lambda features: features)
+        with restored_randomness(torch.device("cpu")), warnings.catch_warnings(), unsynced:
             warnings.simplefilter("ignore")  # about shapes, which are placeholders here
             before, state = random_states(), torch.get_rng_state()
             yield

@@ -41,6 +41,7 @@ class Kind(Enum):
     OFFSETS = "where each sample's lookups begin and end"
     LOOKUPS = "lookups of all features; take those of one by to_dict()"
     HIDDEN = "what an operator keeps for its backward"
+    INPUT = "what only tables may get"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Value:
             a part of the batch counts from its own first row. Empty = entries are no positions.
         is_own: Whether such a position is that of the entry's own row.
         feature: Name of the feature whose lengths or offsets these are.
+        operators: Numbers of the unproved operators that an ``INPUT`` comes from.
     """
 
     kind: Kind
@@ -66,6 +68,7 @@ class Value:
     counted: str = ""
     is_own: bool = False
     feature: str = ""
+    operators: frozenset[int] = frozenset()
 
     @property
     def is_partial(self) -> bool:
@@ -143,7 +146,7 @@ class Sizes:
         """Sets the dim of a tensor's value: the one dim with the batch's size, if it needs one."""
         dims = self.batch_dims(tensor)
         has_none = value.is_partial or value.kind is Kind.SAME
-        if value.kind is Kind.HIDDEN or (has_none and not dims):
+        if value.kind in (Kind.HIDDEN, Kind.INPUT) or (has_none and not dims):
             return value
         if has_none:
             problem = "with an entry for each sample"

@@ -304,7 +304,7 @@ class BatchQueue:
             if sizes_K[0] < num_samples:
                 try:
                     micro_batches_K = list(self._options.split(batch, sizes_K))
-                    parts = micro_batches_K, sizes_K
+                    parts = micro_batches_K, sizes_K, self._policy.is_proved
                     self._pipelined.make_parts(batch, fetched.context, *parts)
                 except (CompatError, InputError) as error:
                     if not self._has_logged:  # later batches are like it

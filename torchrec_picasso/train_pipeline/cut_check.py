@@ -197,7 +197,10 @@ class CutEvidence:
             Given(module_of(module), name, full_outputs[name].value, module.forward.set_output)
             for name, module in self.pipelined.modules.items()
         ]
-        return prove(self.pipelined.inner, inflight.batch, outputs, self.program.losses.reduction)
+        ahead, losses = self.pipelined.made_ahead, self.program.losses
+        made_inputs = ahead.telling if ahead.names else None
+        batch = inflight.batch
+        return prove(self.pipelined.inner, batch, outputs, losses.reduction, made_inputs)
 
     def compare(self, inflight: InFlightBatch) -> str | None:
         """Describes a difference on any rank; ``None`` = no rank sees one. Collective. The rows of

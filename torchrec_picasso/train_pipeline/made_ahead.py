@@ -5,12 +5,12 @@ the results of the slice's operators instead of computing them again, and each m
 is called with the input that was made ahead, since state may have changed. Micro-batches get their
 parts of what the whole batch's input looked up, as in a plain loop. The slice runs on each of them
 too, for its other layers and the same check; a batch whose input is not that of its parts is not
-cut.
+cut, unless a proof shows that only tables get it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ class MadeAhead:
         self._context = TrainPipelineContext()
         self._by_mode: dict[bool, dict[str, InputSlice]] = {True: {}, False: {}}
         self._checked_now: _SliceResults | None = None
+        self._take: Callable[[list[Tensor]], None] | None = None
         self.refused: dict[str, str] = {}
         """Modules that cannot be interleaved: the line of the model, and what it does there."""
         for is_training in (model.training, not model.training) if names else ():
@@ -206,19 +207,31 @@ class MadeAhead:
         finally:
             self._checked_now = None
 
+    @contextmanager
+    def telling(self, take: Callable[[list[Tensor]], None]) -> Iterator[None]:
+        """In this context ``take`` gets the tensors of each input that a module is called with."""
+        self._take = take
+        try:
+            yield
+        finally:
+            self._take = None
+
     def check(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compares the input that a module is called with, with the one that was made ahead.
 
         Raises CompatError if they differ.
         """
-        results = self._checked_now
+        given, results = next(iter((*args, *kwargs.values()))), self._checked_now
+        if self._take is not None:
+            parts = tree_leaves(arguments_of(maybe_td_to_kjt(given, None)))
+            self._take([part for part in parts if isinstance(part, Tensor)])
         if results is None:
             return
         results.to_check.discard(name)
         if not results.to_check:  # the rest of the forward has no use for results
             results.stop_replay()
         found = self._slice(name)
-        given, ahead = next(iter((*args, *kwargs.values()))), results.values[found.input]
+        ahead = results.values[found.input]
         is_written = _described(arguments_of(ahead)) != results.unwritten[name]
         if is_written or not _are_same(given, ahead):
             raise CompatError(

@@ -102,6 +102,11 @@ class MicroBatchPolicy:
         return self._choice.is_settled and (self._asked is not None or self._num_steps > 0)
 
     @property
+    def is_proved(self) -> bool:
+        """Whether a proof shows that micro-batches train the same as the batch."""
+        return self._proof is not None
+
+    @property
     def chosen(self) -> Setting | None:
         """The setting of all further batches; ``None`` before it is chosen."""
         return self._choice.current if self._num_steps and self._choice.is_settled else None
