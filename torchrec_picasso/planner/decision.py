@@ -190,8 +190,9 @@ def _row_loads(work: TableWork, hot_sets: Mapping[str, Tensor], stats: Frequency
     """Estimates the elements that one rank requests per step, by row of a table.
 
     Rows seen once do not predict the rows of the next batch, but where those are: near them are as
-    many rows that were not seen (Good 1953, in each part of the table). So rows seen once and the
-    next rows without a count have equal loads, wherever the frequent ids are.
+    many rows that were not seen (Good 1953, in each part of the table). So each gives an equal
+    share of their load to the next rows without a count, as far as these can take it, wherever the
+    frequent ids are.
     """
     counts, hot_H = stats.tables[work.load.name], hot_sets[work.load.name]
     rows_U, counts_U, spectrum = counts.rows_U.numpy(), counts.counts_U, work.load.spectrum
@@ -202,7 +203,6 @@ def _row_loads(work: TableWork, hot_sets: Mapping[str, Tensor], stats: Frequency
     load_U = work.used_K[::-1][place_U.clip(max=work.used_K.size - 1)]
     is_hot_U = torch.isin(counts.rows_U, hot_H).numpy()
     is_once_U = (counts_U == 1).numpy() & ~is_hot_U
-    once_load = float(load_U[is_once_U].max(initial=0.0))
     load_U[is_once_U | is_hot_U] = 0.0  # hot rows are not requested
     dim, cold = float(work.load.dim), work.split(hot_H.numel()).cold_used
     rest, gap_load_U1 = max(0.0, cold - float(load_U.sum())), np.zeros(rows_U.size + 1)
@@ -213,7 +213,7 @@ def _row_loads(work: TableWork, hot_sets: Mapping[str, Tensor], stats: Frequency
         gap_of_once = np.searchsorted(gaps, np.flatnonzero(is_once_U) + 1)
         num_once = np.bincount(gap_of_once, minlength=gaps.size)
         shares = rest / num_once.sum() * num_once
-        gap_load_U1[gaps] = np.minimum(shares, gap_rows_U1[gaps] * once_load)
+        gap_load_U1[gaps] = np.minimum(shares, gap_rows_U1[gaps])  # a row is requested once
         kept = (shares - gap_load_U1[gaps]) / np.maximum(num_once, 1)
         load_U[is_once_U], rest = kept[gap_of_once], 0.0
     return RowLoads(
