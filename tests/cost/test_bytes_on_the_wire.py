@@ -8,6 +8,7 @@ rows from statistics are exact up to chance; the tolerance is reasoned where it 
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,15 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import ShardingEnv
 
 from tests.sharding.jobs import OPTIMIZERS, Job, Model, Table, build
+from tests.support.hosts import pretend_hosts
 from tests.support.placing import CPU
 from tests.support.shared_run import run_once
-from tests.support.wire import MessageRecorder, elements
+from tests.support.wire import Message, MessageRecorder, elements
 from tests.train_pipeline.runs import Driver, make_driver
 from torchrec_picasso import FrequencyStats, HotColdEmbeddingBagCollectionSharder, hot_cold_planner
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.wire_meter import WireMeter
-from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes
+from torchrec_picasso.cost.hot_cold import ByHost, HotColdTotals, exchange_bytes, level_bytes
 from torchrec_picasso.exchange.agreement import Flags
 
 DRIVERS: tuple[Driver, ...] = (None, (1, False), (1, True))
@@ -68,7 +70,7 @@ def _predicted(sent_bytes: Any, num_dense: int, world_size: int) -> dict[str, fl
     }
 
 
-TABLES = (Table("a", 8, 66, ("f0",)), Table("b", 16, 42, ("f1",)))
+TABLES = (Table("a", 8, 72, ("f0",)), Table("b", 16, 60, ("f1",)))
 NUM_HOT = 4
 JOB = Job(placement={"*": NUM_HOT}, tables=TABLES, batch_sizes=(6,))
 HOT_ROWS = (0, 3, 6, 9)
@@ -148,6 +150,58 @@ def test_bytes_of_true_numbers_are_exact(world_size: int, driver: Driver) -> Non
     assert mean == pytest.approx(expected, rel=1e-12)
     # a byte for each row that has an id of four bytes
     assert marks == (mean["ids"] / 4 if driver is not None and driver[1] else 0)
+
+
+def _count_by_host(rank: int, world_size: int) -> dict[str, dict[str, float]]:
+    """Bytes of a step inside this rank's host and across hosts."""
+    pretend_hosts(rank, PLACES)
+    pipeline = make_driver((1, False), build(replace(JOB, by_host=("*",)), rank, world_size))
+    batches = itertools.repeat(_known_batch(rank, world_size))
+    for _ in range(NUM_WARM):
+        pipeline.progress(batches)
+    with MessageRecorder() as recorder:
+        pipeline.progress(batches)
+    by_level: dict[str, list[Message]] = {"inside": [], "across": []}
+    for message in recorder.messages:
+        if message.to >= 0:
+            is_inside = message.to // PLACES == rank // PLACES
+            by_level["inside" if is_inside else "across"].append(message)
+    peers = {"inside": PLACES - 1, "across": world_size - PLACES}
+    return {
+        level: {
+            "header": 8 * elements(messages, torch.int64) - FLAGS_BYTES * peers[level],
+            "ids": 4 * elements(messages, torch.int32),
+            "rows_and_gradients": 4 * elements(messages, torch.float32),
+        }
+        for level, messages in by_level.items()
+    }
+
+
+HOSTS, PLACES = 2, 2
+
+
+def test_bytes_of_true_numbers_are_exact_by_host() -> None:
+    world_size = HOSTS * PLACES
+    totals = _known_totals(world_size)
+    # the ranks of a host look up two and three rows at each home, two of them both
+    crossing = {table.name: 3 * world_size / PLACES for table in TABLES}
+    totals = replace(
+        totals,
+        crossing=sum(crossing.values()),
+        crossing_elements=sum(crossing[t.name] * t.dim for t in TABLES),
+    )
+    by_host = ByHost(totals=totals, num_packs=2, ranks_per_host=PLACES)
+    expected = level_bytes(by_host, world_size)
+    by_rank = run_ranks(_count_by_host, world_size, timeout_s=60)
+    expected["across"]["hot"] = 0.0  # an all-reduce, which has no receiver
+    for level, sent in expected.items():
+        joined = {
+            "header": sent["header"],
+            "ids": sent["ids"],
+            "rows_and_gradients": sent["rows"] + sent["gradients"] + sent["hot"],
+        }
+        mean = {name: float(np.mean([rank[level][name] for rank in by_rank])) for name in joined}
+        assert mean == pytest.approx(joined, rel=1e-12)
 
 
 SKEWED = (

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.hosts import pretend_hosts
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.cost.curves import COLLECTIVES, Curve
+from torchrec_picasso.cost.curves import COLLECTIVES, LEVELS, Curve
 from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.errors import PicassoError, PlanError
 
@@ -95,6 +96,29 @@ def test_latency_grows_with_the_peers_and_bandwidth_stays() -> None:
     assert curves.ms("all_to_all", 1e6) == pytest.approx(1.5)
     assert curves.ms("all_to_all", 1e6, world_size=5) == pytest.approx(4 * 0.5 + 1.0)
     assert curves.ms("all_to_all", 1e6, world_size=1) == 0
+    levels = {**curves.collectives, **dict.fromkeys(LEVELS, curves.collectives["all_to_all"])}
+    on_hosts = dataclasses.replace(curves, world_size=4, ranks_per_host=2, collectives=levels)
+    assert on_hosts.ms("inside", 1e6, world_size=8) == pytest.approx(1.5)
+    assert on_hosts.ms("across", 1e6, world_size=8) == pytest.approx(3 * 0.5 + 1.0)
+
+
+def _measure_on_hosts(rank: int, world_size: int) -> list[CommCurves]:
+    found = []
+    for num_places in (4, 2):  # one host, two hosts
+        pretend_hosts(rank, num_places)
+        found.append(
+            CommCurves.measure(dist.group.WORLD, max_bytes=16 << 10, seconds_per_point=0.01)
+        )
+    return found
+
+
+def test_exchanges_inside_and_across_hosts_are_measured_where_there_are_several() -> None:
+    one, two = run_ranks(_measure_on_hosts, 4, timeout_s=60)[3]
+    assert [curves.has_levels for curves in (one, two)] == [False, True]
+    assert (one.ranks_per_host, two.ranks_per_host) == (4, 2)
+    sent = {name: curve.sent_bytes for name, curve in two.collectives.items()}
+    assert sent["inside"] == sent["across"] == (2 << 10, 8 << 10)  # half of the buffer
+    assert sent["row_exchange"] == (3 << 10, 12 << 10)
 
 
 def test_fields_of_earlier_files_are_left_out(tmp_path: Path) -> None:

@@ -256,3 +256,51 @@ def test_rows_beside_bags_must_win_clearly() -> None:
         assert has_both == (ms["mixed"] <= (1 - 0.18) * least) or ms["mixed"] > 0.8 * least
         taken.add(has_both)
     assert taken == {True, False}
+
+
+HOSTS, PLACES = 2, 4
+
+
+def on_hosts(gbytes_per_s: float, inside_gbytes_per_s: float = 5.0) -> CommCurves:
+    """Two hosts of four ranks; of what a rank sends to all others 4 of 7 bytes cross."""
+    size = HOSTS * PLACES
+    flat = curves(size, gbytes_per_s=gbytes_per_s * (size - 1) / (size - PLACES))
+    across = Curve.line(flat.collectives["row_exchange"].latency_ms, gbytes_per_s)
+    inside = Curve.line(0.01, inside_gbytes_per_s)
+    levels = {**flat.collectives, "inside": inside, "across": across}
+    return dataclasses.replace(flat, ranks_per_host=PLACES, collectives=levels)
+
+
+def may_go_by_host(works: list[TableWork], **of: object) -> list[TableInfo]:
+    return [dataclasses.replace(each, no_hosts=None, **of) for each in ask(works)]  # type: ignore[arg-type]
+
+
+def of_module(name: str, exponent: float, num_tables: int = 4) -> list[TableWork]:
+    works = [work(f"{name}{i}", exponent, dim=128) for i in range(num_tables)]
+    return [TableWork(dataclasses.replace(each.load, module=name), 8) for each in works]
+
+
+def test_rows_go_by_host_where_ranks_share_them_and_the_network_is_slow() -> None:
+    shared, slow = of_module("shared", 0.7), pricer(on_hosts(0.004), world_size=8)
+    choice = choose(may_go_by_host(shared, no_hot_rows="no"), slow)
+    assert set(choice.forms) == {"node_rows"}
+    assert choice.priced_ms["node_rows"] < 0.97 * choice.priced_ms["rows"]
+    assert choice.priced_ms["node_rows"] == choice.step.step_ms
+    # a table whose rows go directly keeps its module so
+    tables = may_go_by_host(shared, no_hot_rows="no")
+    tables[0] = dataclasses.replace(tables[0], no_hosts="form='rows' was requested")
+    choice = choose(tables, slow)
+    assert "node_rows" not in choice.priced_ms
+    assert set(choice.forms) == {"rows"}
+    # what is saved across hosts is lost inside them, or is less than the error of predictions
+    for network in (on_hosts(0.004, inside_gbytes_per_s=0.012), on_hosts(0.02)):
+        choice = choose(may_go_by_host(shared, no_hot_rows="no"), pricer(network, world_size=8))
+        assert set(choice.forms) == {"rows"}
+        assert choice.priced_ms["node_rows"] > 0.97 * choice.priced_ms["rows"]
+
+
+def test_each_module_goes_by_host_or_directly() -> None:
+    network = on_hosts(0.004, inside_gbytes_per_s=0.05)
+    works = [*of_module("shared", 1.3, num_tables=12), *of_module("apart", 0.0)]
+    choice = choose(may_go_by_host(works, no_hot_rows="no"), pricer(network, world_size=8))
+    assert choice.forms == ("node_rows",) * 12 + ("rows",) * 4

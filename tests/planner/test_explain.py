@@ -351,9 +351,9 @@ def test_bags_that_cannot_be_had_are_refused() -> None:
         planned_of(Model(), constraints=asked)
 
 
-def test_rows_by_host_have_no_price() -> None:
+def test_rows_by_host_are_not_asked_of_one_table() -> None:
     asked = {"a": ParameterConstraints(cache_params=HotColdParams(form="node_rows"))}
-    why = "form='node_rows' was requested, which the planner cannot price; write it into the fin"
+    why = "form='node_rows' was requested, which the planner chooses for whole modules; write it i"
     with pytest.raises(PlanError, match=why):
         planned_of(Model(), constraints=asked)
 

@@ -45,6 +45,7 @@ from torchrec_picasso import (
     HotColdParams,
     InterleavedTrainPipeline,
 )
+from torchrec_picasso.placement import Form
 
 MAX_LENGTH = 4
 NUM_TRAINED, NUM_EVALUATED = 3, 1
@@ -63,6 +64,8 @@ class Feature:
     hot_rows: Mapping[str, int | str | None] = field(default_factory=lambda: {"*": 2})
     """Of each table; ``"*"`` stands for all others, ``None`` and ``"row_wise"`` for a stock table,
     ``"bags"`` for one whose bags travel."""
+    by_host: bool = False
+    """Whether rows of hot/cold tables travel by host; then four ranks pretend to be on two."""
     optimizer: Any = torchrec.optim.RowWiseAdagrad
     optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.1, "eps": 1e-2})
     kwargs_of_table: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -265,7 +268,8 @@ def _place(feature: Feature, module: nn.Module, sharder: Any, is_ours: bool) -> 
         ways[name] = row_wise() if is_row_wise else table_wise(rank=i % dist.get_world_size())
         if isinstance(hot, int):
             wave = feature.waves.get(name, 0)
-            hot_cold[name] = HotColdParams(hot_rows=range(hot), wave=wave)
+            form: Form = "node_rows" if feature.by_host else "rows"
+            hot_cold[name] = HotColdParams(hot_rows=range(hot), wave=wave, form=form)
         elif hot == "bags":
             hot_cold[name] = HotColdParams(form="bags")
     return place(module, sharder, ways, hot_cold)

@@ -14,6 +14,7 @@ import torch
 
 from tests.proof.proved_models import table
 from tests.sharding.jobs import assert_same_results
+from tests.support.hosts import pretend_hosts
 from tests.train_pipeline.feature_cells import Feature, Outcome, run_cell
 from tests.train_pipeline.features import FEATURES
 from tests.train_pipeline.surface import SURFACE, Entry, idle_streams
@@ -30,8 +31,8 @@ Texts = tuple[str, ...]
 HEAD = """\
 # What works
 
-This page says which features of TorchRec train with hot/cold tables. Runs on 2 CPU ranks, of 3
-steps and an evaluation, beside stock TorchRec make it
+This page says which features of TorchRec train with hot/cold tables. Runs on 2 CPU ranks (by
+host 4), of 3 steps and an evaluation, beside stock TorchRec make it
 (`python -m tests.train_pipeline.feature_table`).
 
 - **works**: predictions, weights and optimizer state equal TorchRec's up to rounding;
@@ -68,6 +69,8 @@ SHORTER = (
     (r"^hot_rows names table '\w+', which cannot be hot/cold: ", ""),
     (r"^hot/cold tables? ('\w+'(, )?)+:? ?", ""),
     (r"^has compute kernel '\w+'", "not a kernel of hot/cold tables"),
+    (r"^table '\w+' has form='node_rows', and its module", "its module has"),
+    (r"^table '\w+' has form='node_rows', table '\w+' of the same module", "another table has"),
     (r"is to be (sharded without the name of its module), as inside .*", r"\1"),
     (r", or another one than the batch, so samples cannot be cut into micro-batches", ""),
     (r" between the input dist .* form='bags', whose", " after the input dist: bags'"),
@@ -193,16 +196,18 @@ def folded(names: Sequence[str]) -> str:
 
 PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 NUM_RANKS = 2
+NUM_HOSTS = 2
+"""Of as many ranks, for rows by host."""
 
 REFUSALS = ("CompatError: ", "PlanError: ", "ConfigError: ", "InputError: ")
 """How an error of this package begins."""
 
 
-def _run_features(rank: int) -> dict[Key, list[Outcome]]:
+def _run_features(rank: int, by_host: bool) -> dict[Key, list[Outcome]]:
     """Runs cells on this rank: TorchRec's, ours under SparseDist, ours interleaved."""
     found: dict[Key, list[Outcome]] = {}
     for feature in FEATURES:
-        for kind in feature.kinds:
+        for kind in feature.kinds if feature.by_host == by_host else ():
             ours = [
                 run_cell(feature, kind, rank, True, number)
                 for number in (0, feature.num_micro_batches)
@@ -348,16 +353,23 @@ def _stock_word(ran: Sequence[Ran]) -> str:
 
 
 def _run(rank: int, world_size: int) -> tuple[dict[Key, list[Outcome]], dict[str, list[Ran]]]:
-    return _run_features(rank), _run_surface(rank)
+    return _run_features(rank, by_host=False), _run_surface(rank)
+
+
+def _run_by_host(rank: int, world_size: int) -> dict[Key, list[Outcome]]:
+    pretend_hosts(rank, NUM_RANKS)
+    return _run_features(rank, by_host=True)
 
 
 def run_all() -> tuple[dict[Key, dict[tuple[str, str], str]], dict[str, tuple[str, str]]]:
     """Runs every cell and every entry of the surface and puts them into words."""
     features, surface = zip(*run_ranks(_run, NUM_RANKS, timeout_s=280))
+    by_host = run_ranks(_run_by_host, NUM_HOSTS * NUM_RANKS, timeout_s=280)
     cells = {
-        (feature.name, kind): words(feature, [found[feature.name, kind] for found in features])
+        (feature.name, kind): words(feature, [found[feature.name, kind] for found in by_rank])
         for feature in FEATURES
         for kind in feature.kinds
+        for by_rank in [by_host if feature.by_host else features]
     }
     entries = {
         entry.name: surface_words(entry, [found[entry.name] for found in surface])

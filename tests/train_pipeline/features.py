@@ -266,6 +266,10 @@ def _together(name: str, **more: Any) -> Feature:
     return Feature(name, ("bags",), processors="together", **more)
 
 
+def _by_host(name: str, *args: Any, **more: Any) -> Feature:
+    return Feature(f"rows by host{name}", *args, by_host=True, **more)
+
+
 FEATURES: Sequence[Feature] = (
     Feature("sum pooling", ("bags",)),
     Feature("mean pooling", ("bags",), tables=MEAN),
@@ -319,6 +323,13 @@ FEATURES: Sequence[Feature] = (
     Feature(
         "bags travel, variable batch per feature", ("bags",), hot_rows=BAGS, change_batch=own_rows
     ),
+    _by_host(""),
+    _by_host(", mean pooling", ("bags",), MEAN),
+    _by_host(", weights", ("bags",), weighted=True),
+    _by_host(", feature processors", ("bags",), processors="together"),
+    _by_host(", variable batch per feature", **OWN_ROWS),
+    _by_host(", fp16 on the wire", wire="fp16", **_ROUNDED),
+    _by_host(", beside bags", ("bags",), hot_rows={"*": "bags", "t_b": 2}),
     Feature("rows beside bags", ("bags",), hot_rows={"*": "bags", "t_b": 2}),
     Feature("rows beside bags beside stock tables", ("bags",), hot_rows={"t_a": "bags", "t_b": 2}),
     Feature("stock tables beside hot/cold ones", hot_rows={"*": 2, "t_b": None}),

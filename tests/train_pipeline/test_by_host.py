@@ -6,7 +6,12 @@ Random plans are those of ``test_exactness.py``, with rows by host.
 """
 
 import dataclasses
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,6 +21,7 @@ from tests.support.shared_run import run_once
 from tests.train_pipeline import runs
 from tests.train_pipeline.test_exactness import NUM_STEPS, Case, draw_case
 from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.exchange.all_to_all import Ranks
 
 ROWS = Job(
     placement={"*": 2, "one_row": 1},
@@ -65,9 +71,23 @@ def _train(rank: int, world_size: int, hosts: tuple[int, int]) -> dict[Any, runs
         for setting in SETTINGS_OF[hosts]:
             found[name, setting] = runs.train_job(job, setting, rank, world_size)
     job = JOBS[NAMES_OF[hosts][0]]
-    for name, driver in (("again", (4, True)), ("SparseDist", None)):
-        found[name] = runs.train_job(job, driver, rank, world_size)
+    found["SparseDist"] = runs.train_job(job, None, rank, world_size)
+    with _often_late(rank):
+        found["late"] = runs.train_job(job, (4, True), rank, world_size)
     return found
+
+
+@contextmanager
+def _often_late(rank: int) -> Iterator[None]:
+    """Within it a rank comes late to exchanges, others than the other ranks."""
+    draw, start = random.Random(rank), Ranks.start_all_to_all
+
+    def start_late(*args: Any) -> Any:
+        time.sleep(draw.choice((0.0, 0.0, 0.01)))
+        return start(*args)
+
+    with mock.patch.object(Ranks, "start_all_to_all", start_late):
+        yield
 
 
 def _trained(hosts: tuple[int, int]) -> list[dict[Any, runs.Run]]:
@@ -90,7 +110,7 @@ def test_every_driver_trains_as_stock(hosts: tuple[int, int]) -> None:
 @pytest.mark.parametrize("hosts", NAMES_OF)
 def test_neither_time_nor_looking_ahead_changes_a_bit(hosts: tuple[int, int]) -> None:
     by_rank, names = _trained(hosts), NAMES_OF[hosts]
-    runs.compare_runs(by_rank, "again", (names[0], (4, True)), rtol=0, atol=0)
+    runs.compare_runs(by_rank, "late", (names[0], (4, True)), rtol=0, atol=0)
     for name in names if hosts == (2, 2) else ():
         for num_micro_batches in (1, 4):
             keys = ((name, (num_micro_batches, ahead)) for ahead in (True, False))

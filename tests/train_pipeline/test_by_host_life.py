@@ -10,9 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torchrec.datasets.utils import Batch
 
-from tests.sharding.jobs import ODD, Job, build, result_of
+from tests.sharding.jobs import (
+    ODD,
+    Job,
+    Result,
+    assert_same_results,
+    build,
+    checkpoint_of,
+    result_of,
+    train,
+    whole,
+)
 from tests.sharding.sequence_jobs import SequenceJob, build_sequences, train_sequences
 from tests.support.hosts import pretend_hosts
 from tests.support.refusals import refusal
@@ -148,6 +159,46 @@ def _write(rank: int, world_size: int) -> dict[Any, runs.Run]:
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_a_write_between_steps_is_found(setting: tuple[int, bool]) -> None:
     runs.compare_runs(run_once(_write, WORLD_SIZE), setting, "plain")
+
+
+CHECKPOINTED = Job(placement={"*": 4}, by_host=BY_HOST)
+
+
+def _load_and_go_on(
+    rank: int, world_size: int, job: Job, load: Path | None, steps: range, save: Path
+) -> tuple[Result, Result]:
+    """What a checkpoint gives, and what training leaves behind, which is saved."""
+    pretend_hosts(rank, NUM_PLACES)
+    model = build(job, rank, world_size)
+    train(model, job, rank, [99])  # replicas have other rows than the checkpoint
+    state = checkpoint_of(model)
+    if load is not None:
+        dcp.load(state, checkpoint_id=load)
+    loaded = result_of(model, [])
+    losses = train(model, job, rank, steps)
+    dcp.save(checkpoint_of(model), checkpoint_id=save)
+    return loaded, result_of(model, losses)
+
+
+def test_a_checkpoint_goes_to_flat_rows_to_other_hosts_and_back(tmp_path: Path) -> None:
+    flat = dataclasses.replace(CHECKPOINTED, by_host=())
+    left: dict[str, list[Result]] = {}
+    for name, world_size, job, before, steps in (
+        ("first", 4, CHECKPOINTED, None, range(3)),
+        ("by host", 4, CHECKPOINTED, "first", range(3, 6)),
+        ("flat", 4, flat, "first", range(3, 6)),
+        ("three hosts", 6, CHECKPOINTED, "flat", range(6, 7)),
+        ("back", 4, CHECKPOINTED, "three hosts", range(7, 8)),
+    ):
+        load = None if before is None else tmp_path / before
+        found = run_ranks(
+            _load_and_go_on, world_size, job, load, steps, tmp_path / name, timeout_s=100
+        )
+        loaded, left[name] = map(list, zip(*found))
+        for kind in ("weights", "states") if before else ():
+            expected = whole(left[before], kind)  # type: ignore[index]
+            torch.testing.assert_close(whole(loaded, kind), expected, rtol=0, atol=0)
+    assert_same_results(left["by host"], left["flat"])
 
 
 COUNTS = ((5, 3, 0, 2), (0, 0, 0, 3), (4, 4, 4, 4))

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 COLLECTIVES = ("all_to_all", "row_exchange", "all_reduce", "reduce_scatter", "all_gather")
 """Names of the measured collectives. ``row_exchange`` is this package's all-to-all, see
 :mod:`torchrec_picasso.exchange.all_to_all`."""
+LEVELS = ("inside", "across")
+"""Names of the row exchanges among the ranks of each host, and among those of each place on all
+hosts, see :mod:`torchrec_picasso.exchange.by_host`."""
 
 _FORMAT_VERSION = 1
 _BYTES_PER_MS_TO_GB_PER_S = 1e-6
@@ -121,7 +124,8 @@ class CommCurves:
         ranks_per_host: Number of ranks per host.
         backend: Backend of the process group, such as ``"gloo"``.
         device: Device of the tensors, ``"cpu"`` or ``"cuda"``.
-        collectives: Curve of each of :data:`COLLECTIVES`.
+        collectives: Curve of each of :data:`COLLECTIVES`; with several ranks on each of several
+            hosts also of :data:`LEVELS`.
         local: Costs of local work; the default is assumed, not measured.
         dense: Times of the dense part of a model; ``None`` = not known.
         wire_core_ns: CPU time per byte sent and received, nanoseconds; ``None`` = not measured.
@@ -146,6 +150,11 @@ class CommCurves:
         for name in ("world_size", "ranks_per_host"):
             if not 1 <= getattr(self, name) < 2**31:
                 raise PicassoError(f"{name} is {getattr(self, name)}, expected a number of ranks")
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether exchanges inside and across hosts were measured."""
+        return all(name in self.collectives for name in LEVELS)
 
     @property
     def core_ns_per_byte(self) -> float:
@@ -176,6 +185,8 @@ class CommCurves:
             max_bytes: Size of the largest buffer per rank; sizes are 4 KiB times powers of 4.
             seconds_per_point: Approximate maximum duration of the repetitions of one size.
             ranks_per_host: Ranks per host; ``None`` = ``LOCAL_WORLD_SIZE``, or 1 if it is not set.
+                With ``None``, exchanges inside and across hosts are measured where rows may travel
+                by host (``form="node_rows"``).
             budget_s: Maximum duration, seconds. Sizes that do not fit, except 4 and 16 KiB, are
                 left out; curves are extrapolated beyond the last size.
             advance: Called with a label after each size of each collective, measured or left out.
@@ -214,7 +225,7 @@ class CommCurves:
         )
 
     def ms(self, collective: str, busiest_bytes: float, world_size: int | None = None) -> float:
-        """Predicts the time of one of :data:`COLLECTIVES`, in milliseconds.
+        """Predicts the time of one of :attr:`collectives`, in milliseconds.
 
         For another world size than the measured one, latency is proportional to the ``W - 1`` peers
         of a rank (steps of a ring, messages of an all-to-all); bandwidth per rank is the same.
@@ -229,8 +240,16 @@ class CommCurves:
             return 0.0
         curve = self.collectives[collective]
         # the measured time includes the latency of the measured number of peers
-        more_peers = (world_size - 1) / max(1, self.world_size - 1) - 1
+        peers, measured = (
+            self._num_peers(collective, size) for size in (world_size, self.world_size)
+        )
+        more_peers = peers / measured - 1
         return max(0.0, curve.ms_at(busiest_bytes) + curve.latency_ms * more_peers)
+
+    def _num_peers(self, collective: str, world_size: int) -> int:
+        """Returns the peers of a rank in a collective, at least 1; a host keeps its ranks."""
+        sizes = (self.ranks_per_host, world_size // self.ranks_per_host)
+        return max(1, dict(zip(LEVELS, sizes)).get(collective, world_size) - 1)
 
     def mismatch(self, *, world_size: int, device: str) -> str | None:
         """Describes how the measured setup differs from the planned ranks and device, ``"cpu"`` or

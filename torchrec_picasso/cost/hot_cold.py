@@ -64,6 +64,10 @@ class HotColdTotals(Summable):
     bag_elements: float = 0.0
     bag_lookups: float = 0.0
     bag_lookup_elements: float = 0.0
+    # of tables by host: distinct cold rows of the batches of a host's ranks, over their number
+    crossing: float = 0.0
+    crossing_elements: float = 0.0
+    crossing_dirty_elements: float = 0.0  # of those that the batch before updates
 
     @staticmethod
     def from_table(work: TableWork, num_hot: float, form: Form = "rows") -> HotColdTotals:
@@ -80,7 +84,10 @@ class HotColdTotals(Summable):
                 bag_lookups=load.lookups,
                 bag_lookup_elements=load.lookups * load.dim,
             )
-        split = work.split(num_hot)
+        split, crossing, crossing_dirty = work.split(num_hot), 0.0, 0.0
+        if form == "node_rows":
+            crossing = split.cold_on_host / work.ranks_per_host
+            crossing_dirty = split.dirty_on_host / work.ranks_per_host
         return HotColdTotals(
             features=load.num_features,
             lookups=load.lookups,
@@ -96,6 +103,29 @@ class HotColdTotals(Summable):
             touched_elements=split.hot_touched * load.dim,
             hot=num_hot,
             rows=load.num_embeddings,
+            crossing=crossing,
+            crossing_elements=crossing * load.dim,
+            crossing_dirty_elements=crossing_dirty * load.dim,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByHost:
+    """The tables whose rows travel by host: in an exchange of their own, of two parts."""
+
+    totals: HotColdTotals
+    num_packs: int
+    ranks_per_host: int
+
+    @property
+    def crossing(self) -> HotColdTotals:
+        """The totals with the cold rows that a relay asks home ranks for, each once."""
+        totals = self.totals
+        return replace(
+            totals,
+            cold=totals.crossing,
+            cold_elements=totals.crossing_elements,
+            dirty_elements=totals.crossing_dirty_elements,
         )
 
 
@@ -151,6 +181,19 @@ def exchange_times(
     )
 
 
+def with_relays(times: ExchangeTimes, by_host: ByHost, costs: LocalCosts) -> ExchangeTimes:
+    """Adds the work of relays: row numbers are sorted there, and once more at home; each asked row
+    is copied, and its gradient is summed, once more."""
+    totals, ours = by_host.totals, costs.hot_cold
+    relayed = LocalWork(calls=0, rows=totals.cold, row_elements=totals.cold_elements)
+    return replace(
+        times,
+        ids_ms=times.ids_ms + 2 * ours.input_dist.lookup_ns * totals.cold * 1e-6,
+        gather_ms=times.gather_ms + ours.forward.ms(relayed),
+        update_ms=times.update_ms + ours.backward.ms(relayed),
+    )
+
+
 def _works(
     totals: HotColdTotals, num_modules: int, num_packs: int, num_parts: int
 ) -> tuple[LocalWork, LocalWork, LocalWork]:
@@ -182,17 +225,54 @@ def _works(
 def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> dict[str, float]:
     """Predicts the bytes that a rank sends, by purpose: mean over ranks."""
     to_others = (world_size - 1) / world_size  # rows with their home on this rank are not sent
-    hot_words = math.ceil(totals.hot / _WORD_BITS)
-    id_bytes = 4 if totals.rows <= _LARGEST_INT32 else 8
     rows = (totals.cold_elements + totals.bag_elements) * _WIRE_BYTES * to_others
-    ids = (totals.cold + totals.bag_lookups) * id_bytes + totals.bags * _LENGTH_BYTES
+    ids = (totals.cold + totals.bag_lookups) * _id_bytes(totals) + totals.bags * _LENGTH_BYTES
     return {
-        "header": (world_size - 1) * _WORD_BYTES * (num_packs + _FLAGS + hot_words),
+        "header": (world_size - 1) * (_count_bytes(num_packs) + _bit_bytes(totals)),
         "ids": ids * to_others,
         "rows": rows,
         "gradients": rows,
-        "hot": 2 * to_others * totals.touched_elements * _WIRE_BYTES,
+        "hot": 2 * to_others * totals.touched_elements * _WIRE_BYTES,  # summed in a ring
     }
+
+
+def level_bytes(by_host: ByHost, world_size: int) -> dict[str, dict[str, float]]:
+    """Predicts the bytes that a rank sends inside its host and across hosts, by purpose: mean over
+    ranks. Row numbers cross with repeats, rows and their gradients once per host."""
+    totals, places = by_host.totals, by_host.ranks_per_host
+    counts = world_size * _count_bytes(by_host.num_packs)  # each peer gets those of ranks behind it
+    hot = totals.touched_elements * _WIRE_BYTES
+    members = {"inside": places, "across": world_size // places}
+    rows = {"inside": totals.cold_elements, "across": totals.crossing_elements}
+    summed = {"inside": hot, "across": hot / places}  # each place sums a piece over hosts
+    sent = {
+        level: {
+            "header": counts + num * _bit_bytes(totals),
+            "ids": totals.cold * _id_bytes(totals),
+            "rows": rows[level] * _WIRE_BYTES,
+            "gradients": rows[level] * _WIRE_BYTES,
+            "hot": 2 * summed[level],
+        }
+        for level, num in members.items()
+    }
+    return {
+        level: {name: (num - 1) / num * sent[level][name] for name in sent[level]}
+        for level, num in members.items()
+    }
+
+
+def _count_bytes(num_packs: int) -> float:
+    """Returns the bytes of a header from one rank to another, of one chunk, without bits."""
+    return _WORD_BYTES * (num_packs + _FLAGS)
+
+
+def _bit_bytes(totals: HotColdTotals) -> float:
+    """Returns the bytes of a header that say which hot rows are touched."""
+    return _WORD_BYTES * math.ceil(totals.hot / _WORD_BITS)
+
+
+def _id_bytes(totals: HotColdTotals) -> int:
+    return 4 if totals.rows <= _LARGEST_INT32 else 8
 
 
 def hot_cold_memory_bytes(

@@ -9,6 +9,7 @@ long.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -18,9 +19,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from torchrec_picasso.cost.curves import COLLECTIVES, CommCurves, Curve
-from torchrec_picasso.errors import PicassoError
+from torchrec_picasso.cost.curves import COLLECTIVES, LEVELS, CommCurves, Curve
+from torchrec_picasso.errors import CompatError, PicassoError
 from torchrec_picasso.exchange.all_to_all import Ranks
+from torchrec_picasso.exchange.by_host import HostExchanges, connect_hosts
 
 _BYTES_PER_FLOAT = 4
 _MIN_BYTES, _GROWTH = 4 << 10, 4
@@ -56,8 +58,16 @@ class Measurement:
     def __post_init__(self) -> None:
         if not self.budget_s > 0:
             raise PicassoError(f"budget_s is {self.budget_s}, expected more than 0 seconds")
+        self._ranks_of = dict.fromkeys(COLLECTIVES, Ranks(self.group))
         dist.barrier(group=self.group)
         self.start_s = _now_s()
+
+    def _connect_levels(self) -> None:
+        """Adds the exchanges inside and across hosts, where rows may travel by host."""
+        with contextlib.suppress(CompatError):  # it is raised on all ranks
+            connect_hosts(self.group, self.device)
+            exchanges = HostExchanges(self._ranks_of["row_exchange"])
+            self._ranks_of |= zip(LEVELS, (exchanges.inside, exchanges.across))
 
     def _slowest(self, times: list[float]) -> list[float]:
         times_by_rank: list[list[float]] = [[] for _ in range(self.group.size())]
@@ -69,6 +79,8 @@ class Measurement:
 
     def curves(self, max_bytes: int, ranks_per_host: int | None) -> CommCurves:
         """Measures everything."""
+        if ranks_per_host is None:
+            self._connect_levels()
         collectives = self._collectives(_sizes(max_bytes))
         return CommCurves(
             world_size=self.group.size(),
@@ -82,11 +94,11 @@ class Measurement:
     def _collectives(self, sizes: list[int]) -> dict[str, Curve]:
         if self.group.size() == 1:
             return {name: Curve.line(0.0, float("inf")) for name in COLLECTIVES}
-        points: dict[str, list[tuple[int, float]]] = {name: [] for name in COLLECTIVES}
-        points_left, is_over = len(sizes) * len(COLLECTIVES), False
+        points: dict[str, list[tuple[int, float]]] = {name: [] for name in self._ranks_of}
+        points_left, is_over = len(sizes) * len(points), False
         for index, size in enumerate(sizes):
             is_over = is_over or (index >= _MIN_SIZES and not self._has_time_for_next(points))
-            for name in COLLECTIVES:
+            for name in points:
                 left_s = 0.0 if is_over else self._left_s()
                 is_over = is_over or (index >= _MIN_SIZES and left_s <= 0)
                 if not is_over:
@@ -95,7 +107,8 @@ class Measurement:
                     seconds = min(self.seconds_per_point, share_s)
                     points[name].append(self._point(name, size, seconds))
                 points_left -= 1
-                self.advance(f"{name}, {size >> 10} KiB")
+                if name in COLLECTIVES:  # a caller counts on as many calls without levels
+                    self.advance(f"{name}, {size >> 10} KiB")
         return {name: Curve.fit(*zip(*found)) for name, found in points.items()}
 
     def _core_ns_per_byte(self, row_exchange: Curve) -> float | None:
@@ -110,7 +123,7 @@ class Measurement:
         if not fitting:
             return None
         numel = fitting[-1] // _BYTES_PER_FLOAT
-        sent, call = _prepare("row_exchange", self.group, numel, self.device)
+        sent, call = _prepare("row_exchange", self._ranks_of["row_exchange"], numel, self.device)
         call()
         dist.barrier(group=self.group)
         # process_time includes gloo's threads, which do most of the sending
@@ -130,7 +143,8 @@ class Measurement:
 
     def _point(self, name: str, size: int, seconds: float) -> tuple[int, float]:
         """Measures one size: bytes of the busiest rank, and the median time in milliseconds."""
-        num_bytes, call = _prepare(name, self.group, size // _BYTES_PER_FLOAT, self.device)
+        numel = size // _BYTES_PER_FLOAT
+        num_bytes, call = _prepare(name, self._ranks_of[name], numel, self.device)
         # Two warm-up calls: the first connects, the second determines the number of repetitions,
         # with the barrier that each of them has.
         self._time_ms(call)
@@ -160,22 +174,26 @@ class Measurement:
 
 
 def _prepare(
-    name: str, pg: dist.ProcessGroup, numel: int, device: torch.device
+    name: str, ranks: Ranks, numel: int, device: torch.device
 ) -> tuple[int, Callable[[], object]]:
     """Prepares a collective on a float32 buffer with about ``numel`` elements per rank.
 
     Returns the bytes that the busiest rank sends or receives with a bandwidth-optimal algorithm, so
     that curves of different world sizes can be compared; and the function to time.
     """
-    ranks, world_size = Ranks(pg), pg.size()
+    pg, world_size = ranks.pg, ranks.size
     share = max(1, numel // world_size)  # one of W equal shares stays on the rank
     whole, other = (torch.zeros(share * world_size, device=device) for _ in range(2))
     part, block_W = torch.zeros(share, device=device), [share] * world_size
     # a step knows a bound of what ranks send, about four times as much
     row_exchange = other, whole, block_W, block_W, 4 * whole.numel()
+
+    def exchange_rows() -> None:
+        ranks.start_all_to_all(*row_exchange).wait()
+
     calls: dict[str, Callable[[], object]] = {
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=pg),
-        "row_exchange": lambda: ranks.start_all_to_all(*row_exchange).wait(),
+        **dict.fromkeys(("row_exchange", *LEVELS), exchange_rows),
         "all_reduce": lambda: dist.all_reduce(whole, group=pg),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=pg),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=pg),

@@ -11,15 +11,24 @@ Shape letters: K micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
 from torchrec_picasso.batches.split import micro_batch_sizes
-from torchrec_picasso.cost.curves import CommCurves
-from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes, exchange_times
+from torchrec_picasso.cost.curves import LEVELS, CommCurves
+from torchrec_picasso.cost.hot_cold import (
+    ByHost,
+    ExchangeTimes,
+    HotColdTotals,
+    exchange_bytes,
+    exchange_times,
+    level_bytes,
+    with_relays,
+)
 from torchrec_picasso.cost.local import DenseTimes, LocalCosts
 from torchrec_picasso.cost.schedule_time import Message, OpTime, StepPrice, step_price
 from torchrec_picasso.cost.stock import StockCost
@@ -36,6 +45,22 @@ _LAYOUT_SHARE = 1 / 3
 _MASK_BYTES = 1
 _FIRST_USE_EXPONENT = 0.8
 """The number of distinct rows grows about like this power of the samples."""
+
+
+class _Way(NamedTuple):
+    """The bytes that the busiest rank sends by one collective."""
+
+    name: str
+    sums: str
+    """The collective of hot rows' gradients."""
+    totals: HotColdTotals
+    """Of what travels: a row that crosses hosts counts once per host."""
+    sent: Mapping[str, float]
+    """Bytes by purpose."""
+
+
+_Operation = tuple[str, int | None]
+"""Kind of an operation, and its micro-batch."""
 
 
 class StepPricer:
@@ -65,6 +90,7 @@ class StepPricer:
         totals: HotColdTotals,
         stock: StockCost | None = None,
         *,
+        by_host: ByHost | None = None,
         num_modules: int = 1,
         num_packs: int = 1,
         uneven_bags: float = 1.0,
@@ -74,22 +100,27 @@ class StepPricer:
         ones.
 
         Args:
-            totals: Work of the hot/cold tables.
+            totals: Work of the hot/cold tables, but for those by host.
             stock: Cost of the stock tables, without overlap; ``None`` = no stock tables.
+            by_host: Hot/cold tables whose rows travel by host; ``None`` = there are none.
             num_modules: Number of modules with hot/cold tables.
-            num_packs: Number of packs of the hot/cold tables.
+            num_packs: Number of packs of ``totals``.
             uneven_bags: Bags of the busiest home rank divided by the mean over ranks.
             num_bag_waves: Number of waves of owner-pooled packs, which follow the wave of rows.
         """
-        stock = stock or StockCost()
+        stock, direct = stock or StockCost(), totals
+        if by_host is not None:
+            totals = totals.plus(by_host.totals)
         if not totals.features:
             return self.sparse_dist(stock)
+        ways = self._ways(direct, num_packs, uneven_bags, by_host)
         shares = _shares_of_waves(totals, num_bag_waves)
         forwards_first = bool(totals.unique)  # bags are of one sample
         prices = []
         for count in self._micro_batch_counts:
             setting = Setting(count, lookahead=True)
-            times = self._times(totals, count, num_modules, num_packs, uneven_bags)
+            local = self._local(totals, count, num_modules, num_packs, by_host)
+            times = self._times(totals, ways, local, count)
             last = backward_order(setting, forwards_first)[-1]
             self._add_stock(times, stock, last)
             prices.append(step_price(setting, times, shares, forwards_first=forwards_first))
@@ -116,53 +147,98 @@ class StepPricer:
         latency_ms = min(ms, self.curves.ms(collective, 0, self.world_size))
         return Message(ms, min(1.0, core_ms / ms) if ms > 0 else 0.0, latency_ms)
 
-    def _times(
+    def _ways(
+        self, direct: HotColdTotals, num_packs: int, uneven_bags: float, by_host: ByHost | None
+    ) -> list[_Way]:
+        """Lists the collectives that a rank sends by."""
+        carried: list[tuple[str, str, HotColdTotals, Mapping[str, float]]] = []
+        if direct.features:
+            sent = exchange_bytes(direct, self.world_size, num_packs)
+            # bytes of the busiest rank over the mean: rows are even, only bags are not
+            elements = max(1e-9, direct.cold_elements + direct.bag_elements)
+            uneven = 1 + (uneven_bags - 1) * direct.bag_elements / elements
+            sent |= {name: sent[name] * uneven for name in ("ids", "rows", "gradients")}
+            carried.append(("row_exchange", "all_reduce", direct, sent))
+        if by_host is not None:
+            levels = level_bytes(by_host, self.world_size)
+            rows_of = {"inside": by_host.totals, "across": by_host.crossing}
+            carried += [(level, level, rows_of[level], levels[level]) for level in LEVELS]
+        return [
+            _Way(name, sums, totals, {**sent, "mask": totals.cold * _MASK_BYTES})
+            for name, sums, totals, sent in carried
+        ]
+
+    def _local(
         self,
         totals: HotColdTotals,
         num_parts: int,
         num_modules: int,
         num_packs: int,
-        uneven_bags: float,
-    ) -> dict[tuple[str, int | None], OpTime]:
+        by_host: ByHost | None,
+    ) -> ExchangeTimes:
+        """Predicts the local work of a step, by host with that of relays."""
+        costs = self.curves.local
+        if by_host is None:
+            return exchange_times(totals, costs, num_modules, num_packs, num_parts)
+        num_packs += by_host.num_packs
+        times = exchange_times(totals, costs, num_modules, num_packs, num_parts)
+        return with_relays(times, by_host, costs)
+
+    def _times(
+        self,
+        totals: HotColdTotals,
+        ways: Sequence[_Way],
+        local: ExchangeTimes,
+        num_parts: int,
+    ) -> dict[_Operation, OpTime]:
         """Assigns the cost of a step without stock tables to operations, by kind and index."""
-        dense, sent = self.dense.cut(num_parts), exchange_bytes(totals, self.world_size, num_packs)
-        local = exchange_times(totals, self.curves.local, num_modules, num_packs, num_parts)
-        sent_K, dirty_K = _received_shares(totals, num_parts)
-        # bytes of the busiest rank over the mean: rows are even, only bags are not
-        elements = max(1e-9, totals.cold_elements + totals.bag_elements)
-        uneven = 1 + (uneven_bags - 1) * totals.bag_elements / elements
+        dense, received = self.dense.cut(num_parts), _received_shares(totals, num_parts)
+        shares = {way.name: _received_shares(way.totals, num_parts) for way in ways}
         # half of the overhead in forward, half in backward; K - 1 additional micro-batches share it
         more_ms = (_PART_MS + _PART_FEATURE_MS * totals.features) / 2 * (1 - 1 / num_parts)
 
-        def exchange(num_bytes: float, compute_ms: float = 0.0) -> OpTime:
-            return OpTime(compute_ms, self.message("row_exchange", num_bytes))
+        def exchange(
+            purpose: str, kind: str, index: int | None = None, compute_ms: float = 0.0
+        ) -> dict[_Operation, OpTime]:
+            key = kind, index
+            sent = {way.name: shares[way.name].get(key, 1.0) * way.sent[purpose] for way in ways}
+            return {key: OpTime(compute_ms, self._joined(sent))}
 
-        def rows(share: float, pool_ms: float = 0.0) -> OpTime:
-            num_bytes = share * sent["rows"] * uneven
-            return exchange(num_bytes, share * local.gather_ms + pool_ms)
-
-        times: dict[tuple[str, int | None], OpTime] = {
-            ("send_header", None): exchange(sent["header"], (1 - _LAYOUT_SHARE) * local.ids_ms),
-            ("send_row_numbers", None): exchange(sent["ids"] * uneven),
-            ("send_dirty_mask", None): exchange(totals.cold * _MASK_BYTES),
+        clean_ms = received["fetch_clean", None] * local.gather_ms
+        hot = self._joined({way.sums: way.sent["hot"] for way in ways})
+        times: dict[_Operation, OpTime] = {
+            **exchange("header", "send_header", None, (1 - _LAYOUT_SHARE) * local.ids_ms),
+            **exchange("ids", "send_row_numbers"),
+            **exchange("mask", "send_dirty_mask"),
             ("lay_out", None): OpTime(_LAYOUT_SHARE * local.ids_ms),
-            ("fetch_clean", None): rows(max(0.0, 1 - sum(dirty_K))),
-            ("reduce_hot", None): OpTime(0.0, self.message("all_reduce", sent["hot"])),
+            **exchange("rows", "fetch_clean", None, clean_ms),
+            ("reduce_hot", None): OpTime(0.0, hot),
             ("update", None): OpTime(local.update_ms),
         }
-        for index, share in enumerate(_shares(num_parts)):
+        for k, share in enumerate(_shares(num_parts)):
             forward_ms = share * (local.pool_ms + dense.forward_ms) + more_ms
             backward_ms = share * (local.sum_ms + dense.backward_ms) + more_ms
+            gather_ms = received["fetch_dirty", k] * local.gather_ms + share * local.bag_pool_ms
             times |= {
-                ("fetch_dirty", index): rows(dirty_K[index], share * local.bag_pool_ms),
-                ("forward", index): OpTime(forward_ms + local.call_ms / num_parts),
-                ("backward", index): OpTime(backward_ms + local.backward_call_ms / num_parts),
-                ("send_gradients", index): exchange(sent_K[index] * sent["gradients"] * uneven),
+                **exchange("rows", "fetch_dirty", k, gather_ms),
+                ("forward", k): OpTime(forward_ms + local.call_ms / num_parts),
+                ("backward", k): OpTime(backward_ms + local.backward_call_ms / num_parts),
+                **exchange("gradients", "send_gradients", k),
             }
         return times
 
+    def _joined(self, sent: Mapping[str, float]) -> Message | None:
+        """Returns the messages of several collectives, one after another, as one."""
+        messages = [self.message(name, num_bytes) for name, num_bytes in sent.items()]
+        found = [message for message in messages if message is not None]
+        if len(found) < 2:
+            return found[0] if found else None
+        ms = sum(message.ms for message in found)
+        core_ms = sum(message.core_share * message.ms for message in found)
+        return Message(ms, core_ms / ms if ms else 0.0, sum(each.latency_ms for each in found))
+
     def _add_stock(
-        self, times: dict[tuple[str, int | None], OpTime], stock: StockCost, last_backward: int
+        self, times: dict[_Operation, OpTime], stock: StockCost, last_backward: int
     ) -> None:
         """Adds the stock tables and the sums of dense gradients, in place. Stock tables are looked
         up once, before the first micro-batch; DDP waits for dense sums."""
@@ -199,14 +275,20 @@ def _shares_of_waves(totals: HotColdTotals, num_bag_waves: int) -> tuple[float, 
     return (*row_shares, *bag_shares)
 
 
-def _received_shares(totals: HotColdTotals, num_parts: int) -> tuple[list[float], list[float]]:
-    """Returns the share of each chunk in all received elements, and that of its dirty ones."""
+def _received_shares(totals: HotColdTotals, num_parts: int) -> dict[_Operation, float]:
+    """Returns the share of each operation that sends rows, or gradients, in all received
+    elements."""
     used_K = _first_used(num_parts)
     # bags are spread like samples, and always dirty
     bags_K = np.array(_shares(num_parts)) * totals.bag_elements
     elements = max(1e-9, totals.cold_elements + totals.bag_elements)
     sent_K = (totals.cold_elements * used_K + bags_K) / elements
-    return sent_K.tolist(), ((totals.dirty_elements * used_K + bags_K) / elements).tolist()
+    dirty_K = (totals.dirty_elements * used_K + bags_K) / elements
+    return {
+        ("fetch_clean", None): max(0.0, 1 - float(dirty_K.sum())),
+        **{("fetch_dirty", k): share for k, share in enumerate(dirty_K.tolist())},
+        **{("send_gradients", k): share for k, share in enumerate(sent_K.tolist())},
+    }
 
 
 @cache

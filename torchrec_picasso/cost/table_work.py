@@ -78,16 +78,18 @@ class HotSplit:
     cold_touched: float  # cold rows in any rank's batch
     cold_used: float  # cold rows in one rank's batch
     dirty: float  # those that are also in any rank's batch before
+    cold_on_host: float  # cold rows in any batch of one host's ranks
+    dirty_on_host: float  # those that are also in any rank's batch before
 
 
 class TableWork:
     """Expected rows of one table at one batch size, with such a batch on each rank."""
 
-    def __init__(self, load: TableLoad, world_size: int) -> None:
-        self.load, self.world_size = load, world_size
+    def __init__(self, load: TableLoad, world_size: int, ranks_per_host: int = 1) -> None:
+        self.load, self.world_size, self.ranks_per_host = load, world_size, ranks_per_host
         spectrum, rows = load.spectrum, float(load.num_embeddings)
-        all_lookups = load.lookups * world_size
-        self._unseen_used = self._unseen_touched = 0.0
+        all_lookups, host_lookups = load.lookups * world_size, load.lookups * ranks_per_host
+        self._unseen_used = self._unseen_touched = self._unseen_on_host = 0.0
 
         def chances(num_lookups: float) -> np.ndarray:
             """Returns the probability that a row is among some lookups, shape ``(K,)``."""
@@ -104,12 +106,15 @@ class TableWork:
             share_K = (spectrum.counts_K * spectrum.rows_K / spectrum.num_lookups).numpy()
             self._unseen_used = spectrum.expected_unseen(load.lookups)
             self._unseen_touched = spectrum.expected_unseen(all_lookups)
+            self._unseen_on_host = spectrum.expected_unseen(host_lookups)
 
         # a row is used if it is in a rank's batch, touched if it is in any rank's batch, and dirty
         # if this batch uses it and, independently, the batch before touched it
         touched_K = chances(all_lookups)
         self.used_K = chances(load.lookups)
-        by_rows_QK = [share_K / self.rows_K, touched_K, self.used_K, self.used_K * touched_K]
+        on_host_K = chances(host_lookups)
+        used_QK = [self.used_K, self.used_K * touched_K, on_host_K, on_host_K * touched_K]
+        by_rows_QK = [share_K / self.rows_K, touched_K, *used_QK]
         # sums over the most frequent rows: 0, then one sum per distinct count
         self._end_K = np.concatenate([[0.0], self.rows_K.cumsum()])
         self._sums_QK = np.zeros((len(by_rows_QK), self._end_K.size))
@@ -136,4 +141,6 @@ class TableWork:
             cold_touched=float(cold_Q[1]) + self._unseen_touched,
             cold_used=float(cold_Q[2]) + self._unseen_used,
             dirty=float(cold_Q[3]),
+            cold_on_host=float(cold_Q[4]) + self._unseen_on_host,
+            dirty_on_host=float(cold_Q[5]),
         )

@@ -47,8 +47,6 @@ _USE_ROWS = "use form='rows'"
 class Exchanges:
     """Exchanges in which each rank sends to every other one."""
 
-    is_by_host = False
-
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
@@ -58,11 +56,9 @@ class Exchanges:
         The last ``num_bits`` words are bits, the same to each rank, of which the union over ranks
         is wanted. The returned memory, ``(W, X)``, will contain the words of each rank.
         """
-        received_WX = torch.empty_like(words_WX)
-        words_W = [words_WX.size(1)] * len(words_WX)
-        ends = received_WX.view(-1), words_WX.view(-1)
-        work = self._ranks.start_all_to_all(*ends, words_W, words_W, sum(words_W))
-        return _Words(work), [received_WX]
+        received_WX, each = torch.empty_like(words_WX), [1] * len(words_WX)
+        payload = Payload(words_WX, each, received_WX, each)
+        return PackedAllToAll(self._ranks, [payload], len(words_WX)), [received_WX]
 
     def start_sum(self, values: Tensor) -> Pending:
         """Starts summing values, ``(n,)``, over ranks, in place. Collective; all ranks wait for
@@ -83,26 +79,16 @@ class Exchanges:
         return PackedAllToAll(self._ranks, payloads, most_asked, codec)
 
 
-class _Words:
-    """Words that are on their way to each rank."""
-
-    def __init__(self, work: Pending) -> None:
-        self._work = work
-
-    def wait(self) -> None:
-        wait_for(self._work)
-
-
 class HostExchanges(Exchanges):
     """Exchanges by host; :func:`connect_hosts` made their groups. Payloads of the first part are
     grouped by the ranks that take part in it. There are no codecs."""
-
-    is_by_host = True
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)
         self._parts = _parts[ranks.pg]
         self.num_hosts, self.num_places = self._parts.num_hosts, self._parts.num_places
+        self.inside, self.across = self._parts.ranks_to_homes
+        """The ranks of this host, and those of this rank's place."""
 
     def send_words(self, words_WX: Tensor, num_bits: int) -> tuple[Pending, list[Tensor]]:
         """Starts sending the words for each rank, ``(W, X)``. Collective.

@@ -1,12 +1,13 @@
 """Chooses hot/cold tables, their exchange, and their number of hot rows, by predicted step time.
 
 Four plans are priced as whole steps under the schedule that runs them: all tables stock, all
-row-exchanged, all owner-pooled, and each table with the exchange that sends fewer bytes. Stock
-tables have one sharding type, unless each table's cheapest is clearly faster. Plans with
-row-exchanged tables are priced with several budgets of hot rows. The plan with the shortest
-predicted step is chosen; if predictions differ by less than their error, the simpler plan. Assumed
-local costs are those of one core, so a hot/cold plan must be faster with another core's, too. Equal
-inputs give equal choices, in every process.
+row-exchanged, all owner-pooled, and each table with the exchange that sends fewer bytes; with
+several ranks on each of several hosts a fifth one, all row-exchanged by host, but for modules whose
+rows are faster directly. Stock tables have one sharding type, unless each table's cheapest is
+clearly faster. Plans with row-exchanged tables are priced with several budgets of hot rows. The
+plan with the shortest predicted step is chosen; if predictions differ by less than their error, the
+simpler plan. Assumed local costs are those of one core, so a hot/cold plan must be faster with
+another core's, too. Equal inputs give equal choices, in every process.
 
 Shape letters: G groups of rows with equal lookup counts.
 """
@@ -15,11 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
-from torchrec_picasso.cost.hot_cold import HotColdTotals, exchange_bytes
+from torchrec_picasso.cost.hot_cold import (
+    ByHost,
+    HotColdTotals,
+    exchange_bytes,
+    level_bytes,
+)
 from torchrec_picasso.cost.local import LocalCosts
 from torchrec_picasso.cost.schedule_time import StepPrice
 from torchrec_picasso.cost.step_price import StepPricer
@@ -37,9 +44,10 @@ from torchrec_picasso.storage.exactness import Refusal
 Forms = Mapping[int, Form]
 """Exchange of each hot/cold table by position; the other tables are stock."""
 
-_STOCK_MARGIN, _WORK_MARGIN = 0.03, 0.1
+_SIMPLER_MARGIN, _WORK_MARGIN = 0.03, 0.1
 """A hot/cold plan is chosen only if its predicted step is shorter than stock's by these shares of
-the step and of its work beside the dense part. Predictions of small steps, which are work, are off
+the step and of its work beside the dense part; and so is rows by host, instead of the best other
+plan and of rows sent directly. Predictions of small steps, which are work, are off
 by 10 % in the median (``benchmarks.small_steps``)."""
 _TYPE_MARGIN = 0.05
 """Stock tables have the same sharding type unless this share of the step is gained without it."""
@@ -66,12 +74,13 @@ class TableInfo:
     not_hot_cold: Refusal | None = None  # reason why the table cannot be hot/cold; None = it can
     no_hot_rows: Refusal | None = None  # reason why it cannot have hot rows; None = it can
     no_bags: str | None = "owner-pooling was not considered"  # the same for owner-pooling
+    no_hosts: str | None = "rows by host were not considered"  # the same for rows by host
     required: HotColdParams | None = None  # placement in the user's constraints
     stock_types: tuple[str, ...] = ("table_wise", "row_wise")  # allowed ones
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """Allowed exchanges, if the table is hot/cold."""
+        """Allowed exchanges, if the table is hot/cold; by host go whole modules or none."""
         if self.required is not None:
             return (self.required.form,)
         return ("rows", "bags") if self.no_bags is None else ("rows",)
@@ -118,13 +127,16 @@ def choose(
     ``given_hot`` has the number of hot rows of each table that is hot/cold by the caller's choice,
     by position; the other tables are stock. ``None`` = the cost model chooses.
     """
-    works = tuple(TableWork(table.load, pricer.world_size) for table in tables)
+    places = pricer.curves.ranks_per_host
+    works = tuple(TableWork(table.load, pricer.world_size, places) for table in tables)
     model = _PricedModel(tables, works, pricer)
     priced_ms: dict[str, float] = {}
     if given_hot is not None:
         chosen = _price(model, {i: tables[i].forms[0] for i in given_hot}, given_hot)
     else:
         plans, by_name = {}, _plans(tables, works)
+        if by_host := _by_host(model, by_name["rows"]):
+            by_name["node_rows"] = by_host
         for name, forms in by_name.items():
             plans[name] = _with_best_hot_rows(model, forms, replica_budget_bytes)
         priced_ms = {name: plan.step.step_ms for name, plan in plans.items()}
@@ -170,7 +182,7 @@ def _with_best_hot_rows(model: _PricedModel, forms: Forms, budget_bytes: float) 
     """Prices a plan with several budgets of hot rows, none included; returns the best."""
     tables, works, pricer = model
     found = _price(model, forms, {})
-    rows = [i for i, form in forms.items() if form == "rows" and tables[i].no_hot_rows is None]
+    rows = [i for i, form in forms.items() if form != "bags" and tables[i].no_hot_rows is None]
     for chance in _HOT_CHANCES if pricer.world_size > 1 and rows else ():
         num_hot = _frequent_rows(works, rows, chance, budget_bytes)
         plan = price_plan(works, forms, num_hot, dict(enumerate(found.stock_types)), pricer)
@@ -181,19 +193,40 @@ def _with_best_hot_rows(model: _PricedModel, forms: Forms, budget_bytes: float) 
 
 
 def _fastest(plans: Mapping[str, PricedPlan], pricer: StepPricer) -> str:
-    """Names the fastest plan: from the simplest one to the mixed one, each with its margin."""
+    """Names the fastest plan: from the simplest one to the last one, each with its margin."""
     steps = {name: plan.step for name, plan in plans.items()}
     uniform = "rows" if steps["rows"].step_ms <= steps["bags"].step_ms else "bags"
     name = uniform if _is_faster(steps[uniform], steps["stock"], pricer) else "stock"
-    is_mixed = steps["mixed"].step_ms <= steps[name].step_ms * (1 - _FORMS_MARGIN)
-    return "mixed" if is_mixed else name
+    if steps["mixed"].step_ms <= steps[name].step_ms * (1 - _FORMS_MARGIN):
+        name = "mixed"
+    others = (name, "rows")
+    by_host = steps.get("node_rows")
+    if by_host and all(_is_faster(by_host, steps[other], pricer) for other in others):
+        name = "node_rows"
+    return name
 
 
-def _is_faster(step: StepPrice, stock: StepPrice, pricer: StepPricer) -> bool:
-    """Whether a step is shorter than stock's by the margins."""
-    stock_work_ms = stock.compute_ms - pricer.dense.total_ms
-    margin_ms = _STOCK_MARGIN * stock.step_ms + _WORK_MARGIN * stock_work_ms
-    return step.step_ms <= stock.step_ms - margin_ms
+def _is_faster(step: StepPrice, other: StepPrice, pricer: StepPricer) -> bool:
+    """Whether a step is shorter than that of a simpler plan by the margins."""
+    work_ms = other.compute_ms - pricer.dense.total_ms
+    margin_ms = _SIMPLER_MARGIN * other.step_ms + _WORK_MARGIN * work_ms
+    return step.step_ms <= other.step_ms - margin_ms
+
+
+def _by_host(model: _PricedModel, forms: Forms) -> Forms | None:
+    """Returns row-exchanged tables by host, in each module where that shortens the predicted step,
+    and in one at least; ``None`` = no module allows it."""
+    modules: dict[str, list[int]] = {}
+    for i in forms:
+        modules.setdefault(model.works[i].load.module, []).append(i)
+    able = [its for its in modules.values() if all(model.tables[i].no_hosts is None for i in its)]
+    found: dict[int, Form] = {**forms, **dict.fromkeys(chain.from_iterable(able), "node_rows")}
+    for its in able:
+        direct = {**found, **{i: forms[i] for i in its}}
+        if direct != forms:
+            ms, host_ms = (_price(model, plan, {}).step.step_ms for plan in (direct, found))
+            found = direct if ms <= host_ms else found
+    return found if able else None
 
 
 def price_plan(
@@ -211,16 +244,25 @@ def price_plan(
         alike = [work for work, found in zip(works, kinds) if found == kind]
         num_modules = len({work.load.module for work in alike})
         stock = stock.plus(stock_cost(kind, alike, curves, world_size, num_modules))
-    totals = HotColdTotals.sum(
-        HotColdTotals.from_table(works[i], num_hot.get(i, 0), forms[i]) for i in sorted(forms)
-    )
+
+    def totals_of(tables: Iterable[int]) -> HotColdTotals:
+        own = ((works[i], num_hot.get(i, 0), forms[i]) for i in tables)
+        return HotColdTotals.sum(HotColdTotals.from_table(*each) for each in own)
 
     def num_packs(tables: Iterable[int]) -> int:
         loads = {i: works[i].load for i in tables}
         return len({pack_key(forms[i], 0, x.dim, x.element_bytes) for i, x in loads.items()})
 
     bags = [i for i in sorted(forms) if forms[i] == "bags"]
-    sent = exchange_bytes(totals, world_size, num_packs(forms)) if forms else {}
+    hosts = [i for i in sorted(forms) if forms[i] == "node_rows"]
+    direct = [i for i in sorted(forms) if forms[i] != "node_rows"]
+    totals, by_host, sent = totals_of(direct), None, [stock.sent_bytes]
+    if direct:
+        sent.append(exchange_bytes(totals, world_size, num_packs(direct)))
+    if hosts:
+        places = curves.ranks_per_host
+        by_host = ByHost(totals=totals_of(hosts), num_packs=num_packs(hosts), ranks_per_host=places)
+        sent += level_bytes(by_host, world_size).values()
     return PricedPlan(
         forms=tuple(forms.get(i) for i in positions),
         num_hot=tuple(num_hot.get(i, 0) for i in positions),
@@ -229,11 +271,12 @@ def price_plan(
             totals,
             stock,
             num_modules=len({works[i].load.module for i in forms}),
-            num_packs=num_packs(forms),
+            num_packs=num_packs(direct),
+            by_host=by_host,
             uneven_bags=max_over_mean("table_wise", [works[i].load for i in bags], world_size),
             num_bag_waves=len(owner_pooled_waves(num_packs(bags))) or 1,
         ),
-        sent_bytes=stock.plus(StockCost(sent_bytes=sent)).sent_bytes,
+        sent_bytes=StockCost.sum(StockCost(sent_bytes=each) for each in sent).sent_bytes,
     )
 
 

@@ -84,7 +84,7 @@ def decide(
         names = enumerate(table.load.name for table in tables)
         given = {i: hot_sets[name].numel() for i, name in names if name in hot_sets}
         choice = choose(tables, pricer, given_hot=given)
-    in_rows = [i for i, form in enumerate(choice.forms) if form == "rows"]
+    in_rows = [i for i, form in enumerate(choice.forms) if form not in (None, "bags")]
     homes, row_wise_loads = None, []
     if stats is not None:
         works = [choice.works[i] for i in in_rows]

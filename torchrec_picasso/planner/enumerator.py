@@ -31,7 +31,12 @@ from torchrec_picasso.planner.choice import TableInfo
 from torchrec_picasso.planner.decision import Decision, decide
 from torchrec_picasso.planner.hot_options import TablePath, by_table
 from torchrec_picasso.planner.refusals import check_request
-from torchrec_picasso.planner.table_info import assumed_curves, dense_bytes_of, table_info
+from torchrec_picasso.planner.table_info import (
+    assumed_curves,
+    dense_bytes_of,
+    table_info,
+    why_no_hosts,
+)
 
 
 class HotColdEnumerator(EmbeddingEnumerator):
@@ -171,7 +176,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self, options_by_path: Mapping[TablePath, list[ShardingOption]]
     ) -> dict[TablePath, TableInfo]:
         """Collects the information about each table whose sharder supports hot/cold tables."""
-        found = {}
+        found, no_hosts = {}, why_no_hosts(self._curves, self._topology)
         for key, options in options_by_path.items():
             sharder = self.sharder_map[options[0].module_type_key]
             constraint = (self._constraints or {}).get(key[1])
@@ -183,6 +188,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
                     sharder=sharder,
                     device_type=self._compute_device,
                     constrained_types=constraint.sharding_types if constraint else None,
+                    no_hosts=no_hosts,
                 )
         return found
 

@@ -18,10 +18,10 @@ _WIRE_BYTES = 4  # a float32 element
 def explain(decision: Decision) -> pd.DataFrame:
     """Returns the placement of each table, and the reason: one line per table, in model order.
 
-    Columns: ``table, rows, dim, placement, form`` (``rows`` or ``bags``) and ``wave`` (both missing
-    for stock tables), ``hot_rows, coverage`` (share of lookups of hot rows), ``lookups,
-    unique_rows, cold_rows`` (expected, per rank and step), ``row_wise_load`` (lookups of the
-    busiest rank over the mean under stock row-wise sharding; missing without statistics),
+    Columns: ``table, rows, dim, placement, form`` (``rows``, ``bags`` or ``node_rows``) and
+    ``wave`` (both missing for stock tables), ``hot_rows, coverage`` (share of lookups of hot rows),
+    ``lookups, unique_rows, cold_rows`` (expected, per rank and step), ``row_wise_load`` (lookups of
+    the busiest rank over the mean under stock row-wise sharding; missing without statistics),
     ``home_bytes, replica_bytes`` (mean per rank, if hot/cold), ``why``.
     """
     import pandas as pd
@@ -50,7 +50,8 @@ def summarize(decision: Decision) -> dict[str, Any]:
         "batch_size": decision.batch_size,
         "hot_cold_tables": len(chosen),
         "stock_tables": len(decision.works) - len(chosen),
-        "bag_tables": sum(form == "bags" for form in decision.forms),
+        "bag_tables": decision.forms.count("bags"),
+        "tables_by_host": decision.forms.count("node_rows"),
         "hot_rows": sum(decision.num_hot),
         "num_micro_batches": step.num_micro_batches if chosen else None,
         "step_ms": step.step_ms,
@@ -173,7 +174,25 @@ def _why(decision: Decision, index: int) -> str:
         if table.no_hot_rows is not None:
             reason = table.no_hot_rows.what
         why = f"hot/cold without replicas: {rows}; {reason}"
+    if form != "bags":
+        why += _by_host(decision, index)
     return why if table.stock_types else f"{why}; no stock type is allowed"
+
+
+def _by_host(decision: Decision, index: int) -> str:
+    """Compares rows sent directly and by host, if the plan could have either."""
+    if "node_rows" not in decision.priced_ms:
+        return ""
+    work, places = decision.works[index], decision.curves.ranks_per_host
+    ms, host_ms = (decision.priced_ms[name] for name in ("rows", "node_rows"))
+    if decision.forms[index] != "node_rows":
+        return f"; sent directly: a step is predicted to take {ms:.1f} ms, {host_ms:.1f} by host"
+    split = work.split(decision.num_hot[index])
+    return (
+        f"; sent by host: {split.cold_on_host / places:,.0f} rows are sent instead of "
+        f"{split.cold_used:,.0f} between hosts, a step is predicted to take {host_ms:.1f} ms, "
+        f"{ms:.1f} directly"
+    )
 
 
 def _comparison(decision: Decision) -> str:

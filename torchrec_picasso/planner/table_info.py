@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner.types import ShardingOption, Topology
-from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingType
+from torchrec.distributed.types import CommOp, ModuleSharder, ParameterSharding, ShardingType
 from torchrec.distributed.utils import (
     add_params_from_parameter_sharding,
     convert_to_fbgemm_types,
@@ -50,8 +50,8 @@ _USE_ROWS = "request form='rows'"
 _NO_REPLICAS = Refusal(
     what="form='bags' was requested, and owner-pooled tables have no replicas", instead=_USE_ROWS
 )
-_NO_PRICE = Refusal(
-    what="form='node_rows' was requested, which the planner cannot price",
+_NOT_ALONE = Refusal(
+    what="form='node_rows' was requested, which the planner chooses for whole modules",
     instead=f"write it into the finished plan, or {_USE_ROWS}",
 )
 _BYTES_PER_MS_TO_GB_PER_S = 1e-6
@@ -65,8 +65,10 @@ def table_info(
     sharder: ModuleSharder[nn.Module],
     device_type: str,
     constrained_types: Collection[str] | None,
+    no_hosts: str | None,
 ) -> TableInfo:
-    """Builds the information about one table whose sharder supports hot/cold tables."""
+    """Builds the information about one table whose sharder supports hot/cold tables; ``no_hosts``
+    is the result of :func:`why_no_hosts`."""
     first = options[0]
     # the module may wrap a collection
     configs = (config for _, config in table_configs(first.module[1]))
@@ -76,7 +78,7 @@ def table_info(
     is_pooled_by_owner = required is not None and required.form == "bags"
     not_hot_cold = _why_not_hot_cold(options, config, params, is_pooled_by_owner, device_type)
     if required is not None and required.form == "node_rows":
-        not_hot_cold = _NO_PRICE
+        not_hot_cold = _NOT_ALONE
     no_hot_rows, is_only_hot_cold = None, required is not None
     if not isinstance(params, Refusal):
         no_hot_rows = why_no_hot_rows(params, data_type=config.data_type)
@@ -87,6 +89,7 @@ def table_info(
         not_hot_cold=not_hot_cold,
         no_hot_rows=_NO_REPLICAS if is_pooled_by_owner else no_hot_rows,
         no_bags=_why_no_bags(options),
+        no_hosts=no_hosts or _why_direct(required, sharder),
         required=required,
         stock_types=() if is_only_hot_cold else _stock_types(options, constrained_types),
     )
@@ -185,6 +188,27 @@ def _why_no_bags(options: Sequence[ShardingOption]) -> str | None:
         return "feature processors weight its lookups on the rank of the batch"
     if not offered_options(options, "bags"):
         return "its sharder or its constraints do not allow table_wise with kernel fused"
+    return None
+
+
+def why_no_hosts(curves: CommCurves, topology: Topology) -> str | None:
+    """Returns the reason why rows cannot travel by host; ``None`` = they can. A topology of one
+    host, TorchRec's default, says nothing of hosts."""
+    places, size, device = curves.ranks_per_host, topology.world_size, topology.compute_device
+    if not curves.has_levels or device != "cpu":
+        return "the curves have no times inside and across hosts"
+    if topology.local_world_size not in (places, size) or size % places or size == places:
+        return f"the curves are of {places} ranks per host, unlike the topology"
+    return None
+
+
+def _why_direct(required: HotColdParams | None, sharder: ModuleSharder[nn.Module]) -> str | None:
+    """Returns the reason why a table's rows are exchanged directly; ``None`` = by host, too."""
+    if required is not None:
+        return f"form={required.form!r} was requested"
+    codecs = sharder.qcomm_codecs_registry or {}
+    if codecs.get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name) is not None:
+        return "its sharder has a codec for rows"
     return None
 
 

@@ -9,7 +9,7 @@ Shape letters: K micro-batches and chunks, M matrices, P packs, N lookups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -121,12 +121,11 @@ class BatchRows:
         self.read_hot()
 
     def relay(self, micro_batch: int) -> None:
-        """Passes on the rows of other ranks for a micro-batch, if rows travel by host. Collective:
-        a rank without samples there has rows to pass on, too."""
-        if self.group.exchanges.is_by_host:
-            self.wait_for(micro_batch, self.group.plan.packs_of(None))
+        """Passes on what this rank relays of the rows that a micro-batch needs on any rank, with
+        samples there or none. Collective."""
+        self.wait_for(micro_batch, [p for p, pack in enumerate(self.layout.packs) if pack.relay])
 
-    def wait_for(self, micro_batch: int, packs: range) -> None:
+    def wait_for(self, micro_batch: int, packs: Iterable[int]) -> None:
         """Waits for the exchanges of these packs that a micro-batch needs; those of later chunks
         stay in progress."""
         for arrival in list(self._arrivals):

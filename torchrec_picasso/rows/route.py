@@ -217,8 +217,8 @@ class Pooling(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Relay:
-    """The rows of one pack that this rank relays, each once. *Asked* are the rows that the ranks of
-    its host ask for, in repeats; *wanted* what this rank asks the home ranks of its place for."""
+    """The rows of one pack that this rank relays. *Asked* are the rows that ranks of its host ask
+    for, with repeats; *wanted* those that it asks home ranks of its place for, each once."""
 
     asked: ExchangeSplits
     """Asked rows in request order, by chunk and rank of the host."""
@@ -269,11 +269,11 @@ class PackLayout:
     touched: TouchedHot
     """Hot rows that any rank's batch uses, by slots counted from 0 in the pack."""
     wanted: ExchangeSplits
-    """Wanted rows in request order, by chunk and home rank."""
+    """Wanted rows in request order, by chunk and home rank, or relay."""
     wanted_by_fetch: ExchangeSplits
     """Wanted rows in fetch order."""
     served: ExchangeSplits
-    """Served rows in request order, by chunk and requesting rank."""
+    """Served rows in request order, by chunk and requesting rank, or host."""
     requests: IncomingRequests
     """Requests for home rows of this rank."""
     relay: Relay | None = None

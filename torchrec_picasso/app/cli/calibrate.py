@@ -20,7 +20,6 @@ from torchrec_picasso.app.runs.local_probe import PROBES, measure_local_costs
 from torchrec_picasso.app.runs.pace import Pace
 from torchrec_picasso.app.runs.step_probe import with_step_costs
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.cost.curves import COLLECTIVES
 from torchrec_picasso.cost.local import PHASES
 from torchrec_picasso.cost.measure import num_points
 from torchrec_picasso.errors import ConfigError
@@ -127,8 +126,7 @@ def print_curves(curves: CommCurves) -> None:
         f"{environment.get('date_utc', '?')}"
     )
     print(f"  {'collective':<20}{'latency ms':>12}{'GB/s':>9}{'largest, MB':>13}")
-    for name in COLLECTIVES:
-        curve = curves.collectives[name]
+    for name, curve in curves.collectives.items():
         print(
             f"  {name:<20}{curve.latency_ms:>12.3f}{curve.gbytes_per_s:>9.3f}"
             f"{curve.sent_bytes[-1] / 1e6:>13.3f}"
