@@ -150,20 +150,22 @@ class StepPricer:
         self, direct: HotColdTotals, num_packs: int, uneven_bags: float, by_host: ByHost | None
     ) -> list[_Way]:
         """Lists the collectives that a rank sends by."""
-        ways = []
+        carried: list[tuple[str, HotColdTotals, Mapping[str, float]]] = []
         if direct.features:
             sent = exchange_bytes(direct, self.world_size, num_packs)
             # bytes of the busiest rank over the mean: rows are even, only bags are not
             elements = max(1e-9, direct.cold_elements + direct.bag_elements)
             uneven = 1 + (uneven_bags - 1) * direct.bag_elements / elements
             sent |= {name: sent[name] * uneven for name in ("ids", "rows", "gradients")}
-            ways.append(_Way("row_exchange", direct, sent))
+            carried.append(("row_exchange", direct, sent))
         if by_host is not None:
-            sent_of = level_bytes(by_host, self.world_size)
+            levels = level_bytes(by_host, self.world_size)
             rows_of = {"inside": by_host.totals, "across": by_host.crossing}
-            ways += [_Way(level, rows_of[level], sent_of[level]) for level in LEVELS]
-        masks = [{"mask": way.totals.cold * _MASK_BYTES} for way in ways]
-        return [way._replace(sent={**way.sent, **mask}) for way, mask in zip(ways, masks)]
+            carried += [(level, rows_of[level], levels[level]) for level in LEVELS]
+        return [
+            _Way(name, totals, {**sent, "mask": totals.cold * _MASK_BYTES})
+            for name, totals, sent in carried
+        ]
 
     def _local(
         self,
