@@ -11,18 +11,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from tests.planner.samples import DIM, META, ROWS, AbleSharder, Model, stats, topology
+from tests.support.placing import wire_codecs
 from tests.support.tables import bags_of, stats_of, tables_of
 from torchrec_picasso import (
     HotColdEmbeddingCollectionSharder,
     HotColdFeatureProcessedEmbeddingBagCollectionSharder,
 )
 from torchrec_picasso.cost import CommCurves, LocalCosts
+from torchrec_picasso.cost.curves import COLLECTIVES, Curve
 from torchrec_picasso.cost.local import PhaseCost, SideCosts
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
@@ -356,6 +358,67 @@ def test_rows_by_host_are_not_asked_of_one_table() -> None:
     why = "form='node_rows' was requested, which the planner chooses for whole modules; write it i"
     with pytest.raises(PlanError, match=why):
         planned_of(Model(), constraints=asked)
+
+
+_LINK = Curve.line(0.1, 0.0001)
+ON_HOSTS = dataclasses.replace(
+    CommCurves.assumed(4, gbytes_per_s=0.00015, latency_ms=0.1, ranks_per_host=2),
+    collectives={
+        **dict.fromkeys(COLLECTIVES, Curve.line(0.1, 0.00015)),
+        "all_reduce": Curve.line(0.1, 0.00001),  # no replicas
+        "inside": Curve.line(0.01, 1.0),
+        "across": _LINK,
+    },
+)
+"""Two hosts of two ranks behind a slow link, of which 2 of 3 bytes to other ranks are sent."""
+
+
+def _placed_on_hosts(
+    sharder: Any = None, of: Topology | None = None, **arguments: Any
+) -> tuple[HotColdPlanner, set[str]]:
+    of = of or Topology(4, "cpu", local_world_size=2)
+    planner = hot_cold_planner(of, batch_size=BATCH, **{"curves": ON_HOSTS, **arguments})
+    placed = planner.plan(Model(), [sharder or AbleSharder()]).plan["pooled"]
+    return planner, {table.cache_params.form for table in placed.values()}  # type: ignore[attr-defined]
+
+
+def test_rows_go_by_host_where_the_curves_are_of_hosts() -> None:
+    planner, forms = _placed_on_hosts()
+    assert forms == {"node_rows"}
+    summary = summarize(planner.decision)
+    assert summary["tables_by_host"] == len(ROWS)
+    ms = summary["priced_ms"]
+    assert summary["step_ms"] == ms["node_rows"] < 0.97 * ms["rows"]
+    why = planner.explain().set_index("table")["why"]["b"]
+    assert "; sent by host: 50 rows are sent instead of 99 between hosts, a step is pred" in why
+    assert why.endswith(f" {ms['node_rows']:.1f} ms, {ms['rows']:.1f} directly")
+    fast = dataclasses.replace(
+        ON_HOSTS, collectives={**ON_HOSTS.collectives, "row_exchange": Curve.line(0.01, 1.0)}
+    )
+    planner, forms = _placed_on_hosts(curves=fast)
+    assert forms == {"rows"}
+    ms = planner.decision.priced_ms
+    told = f"; sent directly: a step is predicted to take {ms['rows']:.1f} ms, "
+    assert planner.explain()["why"].str.endswith(f"{told}{ms['node_rows']:.1f} by host").all()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"of": Topology(4, "cpu", local_world_size=1)},
+        {"of": Topology(2, "cpu", local_world_size=2)},
+        {"of": Topology(5, "cpu", local_world_size=5)},
+        {"curves": dataclasses.replace(SLOW, world_size=4, ranks_per_host=2)},
+        {"sharder": AbleSharder(qcomm_codecs_registry=wire_codecs("fp16"))},
+        {"constraints": {"a": ParameterConstraints(cache_params=HotColdParams())}},
+    ],
+    ids=["other hosts", "one host", "uneven hosts", "no levels", "a codec", "rows requested"],
+)
+@pytest.mark.filterwarnings("ignore:curves of")
+def test_rows_go_directly_where_they_may_not_go_by_host(arguments: dict[str, Any]) -> None:
+    planner, forms = _placed_on_hosts(**arguments)
+    assert forms == {"rows"}
+    assert "node_rows" not in planner.decision.priced_ms
 
 
 def test_sequences_never_take_bags() -> None:

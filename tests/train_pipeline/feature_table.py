@@ -31,9 +31,8 @@ Texts = tuple[str, ...]
 HEAD = """\
 # What works
 
-This page says which features of TorchRec train with hot/cold tables. Runs on 2 CPU ranks (by
-host 4), of 3 steps and an evaluation, beside stock TorchRec make it
-(`python -m tests.train_pipeline.feature_table`).
+Features of TorchRec with hot/cold tables: runs of 3 steps and an evaluation on 2 CPU ranks (by
+host 4) beside stock TorchRec (`python -m tests.train_pipeline.feature_table`).
 
 - **works**: predictions, weights and optimizer state equal TorchRec's up to rounding;
   *(unsharded)*: an unsharded model's, since FBGEMM has no CPU kernel.
@@ -45,15 +44,15 @@ host 4), of 3 steps and an evaluation, beside stock TorchRec make it
 FEATURES_HEAD = """\
 ## Collections
 
-Of two results the first is `TrainPipelineSparseDist`'s, the second `InterleavedTrainPipeline`'s
-with 3 micro-batches, or 1 where 3 are refused."""
+Of two results the second is `InterleavedTrainPipeline`'s, with 3 micro-batches, or 1 where 3 are
+refused, the first `TrainPipelineSparseDist`'s."""
 
 SURFACE_HEAD = """\
 ## Other parts of TorchRec
 
-Of two results the first is with TorchRec's tables, the second with hot/cold tables. *Planned*:
-`hot_rows` of `hot_cold_planner` names the table; *placed*: a plan made by hand has its
-`HotColdParams`. *Idle streams*: in place of a GPU's, streams that do nothing."""
+Of two results the first is with TorchRec's tables. *Planned*: `hot_rows` of `hot_cold_planner`
+names the table; *placed*: a plan by hand has `HotColdParams`. *Idle streams*, instead of a GPU's,
+do nothing."""
 
 LABELS = {"works": "works, not interleaved in full"}
 """What the page calls a result that has a reason."""
@@ -69,8 +68,6 @@ SHORTER = (
     (r"^hot_rows names table '\w+', which cannot be hot/cold: ", ""),
     (r"^hot/cold tables? ('\w+'(, )?)+:? ?", ""),
     (r"^has compute kernel '\w+'", "not a kernel of hot/cold tables"),
-    (r"^table '\w+' has form='node_rows', and its module", "its module has"),
-    (r"^table '\w+' has form='node_rows', table '\w+' of the same module", "another table has"),
     (r"is to be (sharded without the name of its module), as inside .*", r"\1"),
     (r", or another one than the batch, so samples cannot be cut into micro-batches", ""),
     (r" between the input dist .* form='bags', whose", " after the input dist: bags'"),

@@ -328,8 +328,6 @@ FEATURES: Sequence[Feature] = (
     _by_host(", weights", ("bags",), weighted=True),
     _by_host(", feature processors", ("bags",), processors="together"),
     _by_host(", variable batch per feature", **OWN_ROWS),
-    _by_host(", fp16 on the wire", wire="fp16", **_ROUNDED),
-    _by_host(", beside bags", ("bags",), hot_rows={"*": "bags", "t_b": 2}),
     Feature("rows beside bags", ("bags",), hot_rows={"*": "bags", "t_b": 2}),
     Feature("rows beside bags beside stock tables", ("bags",), hot_rows={"t_a": "bags", "t_b": 2}),
     Feature("stock tables beside hot/cold ones", hot_rows={"*": 2, "t_b": None}),
