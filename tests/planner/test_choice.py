@@ -293,7 +293,7 @@ def test_rows_go_by_host_where_ranks_share_them_and_the_network_is_slow() -> Non
     assert "node_rows" not in choice.priced_ms
     assert set(choice.forms) == {"rows"}
     # what is saved across hosts is lost inside them, or is less than the error of predictions
-    for network in (on_hosts(0.004, inside_gbytes_per_s=0.012), on_hosts(0.02)):
+    for network in (on_hosts(0.004, inside_gbytes_per_s=0.012), on_hosts(0.1)):
         choice = choose(may_go_by_host(shared, no_hot_rows="no"), pricer(network, world_size=8))
         assert set(choice.forms) == {"rows"}
         assert choice.priced_ms["node_rows"] > 0.97 * choice.priced_ms["rows"]
