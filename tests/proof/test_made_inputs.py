@@ -29,9 +29,16 @@ class _Model(models.Model):
         return loss * factor, output
 
 
-def _prove(make: Make, *, is_told: bool = True) -> Proof:
+class _Returning(_Model):
+    def forward(self, batch: Batch) -> tuple[Tensor, Any]:
+        features, beside = self.make(batch.sparse_features)
+        loss, output = self.head(self.tables(features), batch)
+        return loss, (output, beside)
+
+
+def _prove(make: Make, *, is_told: bool = True, kind: type[_Model] = _Model) -> Proof:
     torch.manual_seed(0)
-    model, batch = _Model(make), models.make_batch()
+    model, batch = kind(make), models.make_batch()
     given = models.given_tables(model, batch.sparse_features)
     proof = prove(
         model, batch, given, made_inputs=partial(models.telling, given) if is_told else None
@@ -136,3 +143,8 @@ def test_what_others_get_is_refused(name: str) -> None:
     found = _prove(make).reason
     assert found is not None
     assert reason in found
+
+
+def test_the_output_is_refused() -> None:
+    found = _prove(_largest_beside, kind=_Returning).reason
+    assert found == "output[1] is what only tables may get, so it cannot be joined"
