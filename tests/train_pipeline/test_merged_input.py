@@ -267,6 +267,17 @@ _HERE = f"made inside the model: {__file__}:"
 NUMBERS = (None, 1, 2, 4)
 
 
+def _half_empty(rank: int, step: int) -> Batch:
+    """No lookups in the first half of some batches of one rank, of which nothing is the largest."""
+    batch = batch_of(rank, step)
+    if rank and step % 2:
+        lengths = batch.sparse_features.lengths().view(len(FEATURES), -1).clone()
+        lengths[:, : SAMPLES // 2] = 0
+        ids = batch.sparse_features.values()[: int(lengths.sum())]
+        batch.sparse_features = KeyedJaggedTensor(list(FEATURES), ids, lengths=lengths.flatten())
+    return batch
+
+
 def _refused(model: type[Model], what: str) -> Program:
     return Program(model=model, told=["ebc: not pipelined", _HERE, what], numbers=(1,))
 
@@ -281,6 +292,7 @@ PROGRAMS = {
     "of tensors": Program(model=OfTensors, told=IS, numbers=NUMBERS),
     "crossed": Program(model=Crossed, told=IS, numbers=NUMBERS),
     "largest": Program(model=Largest, told=IS, numbers=NUMBERS),
+    "largest of none": Program(model=Largest, told=IS, numbers=NUMBERS, batch=_half_empty),
     "shifted": Program(model=Shifted, told=IS, numbers=NUMBERS),
     "postproc": Program(
         model=Shifted, told=IS, numbers=NUMBERS, options={"pipeline_postproc": True}
