@@ -372,13 +372,15 @@ def _weighted(self: Head, out: Tensor, batch: Batch) -> Any:
 
 
 CANDIDATES = changed(output=_per_candidate, loss=_weighted)
-LIVES = [(model, k) for model in (Merged, ByMode, Shifted) for k in (1, 2)]
+LIVES = [(model, k) for model in (Merged, ByMode, Shifted) for k in (1, 2, 4)]
 NUM_STEPS = 10
 
 
 def _live(rank: int, world_size: int) -> dict[Any, Any]:
     return {
-        (model, k): _life(model, rank, k) for model in (Merged, ByMode, Shifted) for k in (0, 1, 2)
+        (model, k): _life(model, rank, k)
+        for model in (Merged, ByMode, Shifted)
+        for k in (0, 1, 2, 4)
     }
 
 

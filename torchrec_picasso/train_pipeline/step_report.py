@@ -34,8 +34,8 @@ class StepReport:
         exposed_s: Part of ``seconds`` in which the host waited for exchanges of this package.
         sent_bytes: Bytes sent to other ranks by exchanges of this package and by the reduction of
             dense gradients.
-        served_rows: Home rows that ranks asked of this rank, each counted once per rank that asked.
-            Compared over ranks, they show the busiest one.
+        served_rows: Home rows that ranks asked of this rank, each counted once per rank that asked,
+            by host once per host. Compared over ranks, they show the busiest one.
         coverage: Share of hot rows among the distinct rows of this rank's batch; tables that travel
             as rows only. ``None`` if there are no such rows.
         peak_bytes: Largest memory of the process so far; on CUDA, of its tensors on the device.
