@@ -203,8 +203,11 @@ def test_statistics_of_another_model_are_refused() -> None:
     with pytest.raises(PlanError, match="the statistics have no table 'c'"):
         planned(stats=FrequencyStats(tables=tables, num_samples=1), curves=SLOW)
     other = stats_of({"c": 7}, lambda rows: torch.tensor([1]), 1, 1).tables
-    with pytest.raises(PlanError, match="table 'c' has 5 rows in the model, but 7 in the stat"):
-        planned(stats=FrequencyStats(tables={**tables, **other}, num_samples=1), curves=SLOW)
+    only_stock = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
+    found = FrequencyStats(tables={**tables, **other}, num_samples=1)
+    for constraints in (None, {"c": only_stock}):
+        with pytest.raises(PlanError, match="table 'c' has 5 rows in the model, but 7 in the stat"):
+            planned(stats=found, curves=SLOW, constraints=constraints)
 
 
 LARGE_BATCH = 1024
