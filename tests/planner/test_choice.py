@@ -14,6 +14,7 @@ from torchrec_picasso.cost.local import DenseTimes, LocalCosts
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
+from torchrec_picasso.placement import Form
 from torchrec_picasso.planner.choice import TableInfo, choose, price_plan
 
 ROWS = 20_000
@@ -297,6 +298,17 @@ def test_rows_go_by_host_where_ranks_share_them_and_the_network_is_slow() -> Non
         choice = choose(may_go_by_host(shared, no_hot_rows="no"), pricer(network, world_size=8))
         assert set(choice.forms) == {"rows"}
         assert choice.priced_ms["node_rows"] > 0.97 * choice.priced_ms["rows"]
+
+
+def test_relays_sort_copy_and_sum() -> None:
+    works, prices = of_module("shared", 0.7), pricer(on_hosts(0.004), world_size=8)
+    works = [TableWork(each.load, 8, PLACES) for each in works]
+    forms: tuple[Form, ...] = ("rows", "node_rows")
+    direct, by_host = (
+        price_plan(works, dict.fromkeys(range(len(works)), form), {}, {}, prices) for form in forms
+    )
+    assert by_host.step.compute_ms > 1.05 * direct.step.compute_ms
+    assert by_host.step.wire_ms < direct.step.wire_ms
 
 
 def test_each_module_goes_by_host_or_directly() -> None:

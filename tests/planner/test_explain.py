@@ -424,6 +424,14 @@ def test_rows_go_directly_where_they_may_not_go_by_host(arguments: dict[str, Any
     assert "node_rows" not in planner.decision.priced_ms
 
 
+def test_rows_go_directly_where_the_launcher_has_other_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for num_places, form in ((4, "rows"), (2, "node_rows")):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_places))
+        assert _placed_on_hosts(of=Topology(4, "cpu"))[1] == {form}
+
+
 def test_sequences_never_take_bags() -> None:
     planner, plan = planned_of(Model(sequence=True), curves=SLOW, stats=None)
     facts = {fact.load.name: fact.no_bags for fact in planner.decision.tables}

@@ -161,7 +161,7 @@ def test_a_write_between_steps_is_found(setting: tuple[int, bool]) -> None:
     runs.compare_runs(run_once(_write, WORLD_SIZE), setting, "plain")
 
 
-CHECKPOINTED = Job(placement={"*": 4}, by_host=BY_HOST)
+SMALL = Job(placement={"*": 4}, by_host=BY_HOST)
 
 
 def _load_and_go_on(
@@ -181,14 +181,14 @@ def _load_and_go_on(
 
 
 def test_a_checkpoint_goes_to_flat_rows_to_other_hosts_and_back(tmp_path: Path) -> None:
-    flat = dataclasses.replace(CHECKPOINTED, by_host=())
+    flat = dataclasses.replace(SMALL, by_host=())
     left: dict[str, list[Result]] = {}
     for name, world_size, job, before, steps in (
-        ("first", 4, CHECKPOINTED, None, range(3)),
-        ("by host", 4, CHECKPOINTED, "first", range(3, 6)),
+        ("first", 4, SMALL, None, range(3)),
+        ("by host", 4, SMALL, "first", range(3, 6)),
         ("flat", 4, flat, "first", range(3, 6)),
-        ("three hosts", 6, CHECKPOINTED, "flat", range(6, 7)),
-        ("back", 4, CHECKPOINTED, "three hosts", range(7, 8)),
+        ("three hosts", 6, SMALL, "flat", range(6, 7)),
+        ("back", 4, SMALL, "three hosts", range(7, 8)),
     ):
         load = None if before is None else tmp_path / before
         found = run_ranks(
@@ -232,6 +232,25 @@ def _end(rank: int, world_size: int) -> dict[Any, runs.Run]:
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_data_that_ends(counts: tuple[int, ...], setting: tuple[int, bool]) -> None:
     runs.compare_runs(run_once(_end, WORLD_SIZE), (counts, setting), (counts, "plain"))
+
+
+def _look_away(rank: int, world_size: int, job: Job) -> list[torch.Tensor]:
+    """An evaluation by hand; rank 1 does not look at what its first two lookups give."""
+    pretend_hosts(rank, NUM_PLACES)
+    model, outputs = build(job, rank, world_size).eval(), []
+    with torch.no_grad():
+        for step, batch in enumerate(runs.batches_of(job, rank, range(4))):
+            if rank == 1 and step < 2:
+                model.module.ebc(batch.sparse_features)
+            else:
+                outputs.append(model(batch)[1])
+    return outputs
+
+
+def test_a_rank_that_does_not_look_at_its_rows_passes_on_those_of_others() -> None:
+    stock = dataclasses.replace(SMALL, placement={"*": "table_wise"})
+    mine, its = (run_ranks(_look_away, WORLD_SIZE, j, timeout_s=60) for j in (SMALL, stock))
+    torch.testing.assert_close(mine, its)
 
 
 def _spoilt(batch: Batch, bad_id: int) -> Batch:

@@ -8,6 +8,7 @@ user's constraints.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -193,12 +194,14 @@ def _why_no_bags(options: Sequence[ShardingOption]) -> str | None:
 
 def why_no_hosts(curves: CommCurves, topology: Topology) -> str | None:
     """Returns the reason why rows cannot travel by host; ``None`` = they can. A topology of one
-    host, TorchRec's default, says nothing of hosts."""
+    host, TorchRec's default, says nothing of hosts; ``LOCAL_WORLD_SIZE`` does where it is set."""
     places, size, device = curves.ranks_per_host, topology.world_size, topology.compute_device
     if not curves.has_levels or device != "cpu":
         return "the curves have no times inside and across hosts"
-    if topology.local_world_size not in (places, size) or size % places or size == places:
-        return f"the curves are of {places} ranks per host, unlike the topology"
+    launched = os.environ.get("LOCAL_WORLD_SIZE", str(places))
+    fits = topology.local_world_size in (places, size) and launched == str(places)
+    if not fits or size % places or size == places:
+        return f"the curves are of {places} ranks per host, unlike the topology or this launch"
     return None
 
 

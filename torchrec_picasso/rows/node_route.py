@@ -27,7 +27,6 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.by_host import HostExchanges
 from torchrec_picasso.exchange.packed import Payload
-from torchrec_picasso.ops.ids import IdSpace
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
     UniqueRows,
@@ -58,20 +57,15 @@ class NodeRoute(RowRoute):
         exchanges = HostExchanges(self.ranks)
         self.num_hosts, self.num_places = exchanges.num_hosts, exchanges.num_places
         self._place = self.ranks.rank % self.num_places
-        # rank y L + l is number l Y + y in requests: the home ranks of one relay are neighbours
+        # Home rank y L + l is number l Y + y in requests: those of one relay are neighbours.
         numbers_W = torch.arange(self.ranks.size, device=self.device)
         numbers_LY = numbers_W.view(self.num_places, self.num_hosts)
         self._number_of_rank_W = numbers_LY.t().reshape(-1)
         numbers = self._number_of_rank_W.index_select(0, self.space.block_rank_TW)
-        self._request_space = replace(self.space, block_rank_TW=numbers)
+        self.request_space = replace(self.space, block_rank_TW=numbers)
         own = slice(self._place, None, self.num_places)
         self.relayed_rows_PY = np.array([rows_W[own] for rows_W in self.space.home_rows_PW])
         """Home rows of the ranks of this rank's place, by pack and host."""
-
-    @property
-    def request_space(self) -> IdSpace:
-        """The id space with home ranks numbered in request order: by place, then host."""
-        return self._request_space
 
     def by_rank(self, counts_WX: Tensor) -> Tensor:
         """Returns an entry per home rank in the order of ranks, from that of requests."""

@@ -29,7 +29,7 @@ from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import BatchCut, cut_pooling, micro_batch_of_lookup, segment_edges
 from torchrec_picasso.ops.id_reader import IdReader, PreparedIds, ReadIds
-from torchrec_picasso.ops.ids import IdSpace, bits_to_words
+from torchrec_picasso.ops.ids import bits_to_words
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
@@ -68,6 +68,8 @@ class RowRoute(Route):
         # Waves of the placement, and a matrix for neighbouring packs of one dim.
         self.plan = PackPlan.build(self.tables, self.device)
         self._reader = IdReader(self.space, self.plan)
+        self.request_space = self.space
+        """The id space with home ranks numbered in request order: here as they are."""
         rank = self.ranks.rank
         *self.first_rows_P, self._num_home_rows = accumulate(
             (rows_W[rank] for rows_W in self.space.home_rows_PW), initial=0
@@ -84,11 +86,6 @@ class RowRoute(Route):
         self._marked.index_fill_(0, others_m, 1)
         torch.index_select(self._marked, 0, rows_n, out=out_n)
         self._marked.index_fill_(0, others_m, 0)
-
-    @property
-    def request_space(self) -> IdSpace:
-        """The id space with home ranks numbered in request order: as they are."""
-        return self.space
 
     def by_rank(self, counts_WX: Tensor) -> Tensor:
         """Returns an entry per home rank in the order of ranks, from that of requests."""

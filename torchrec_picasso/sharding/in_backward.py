@@ -182,6 +182,9 @@ class _HotColdLookup:
         if agreement is not None and Flags.largest(agreement.wait()).homes_written:
             group.apply_writes()
         rows.read_hot()
+        if not torch.is_grad_enabled():
+            # no backward follows, where all ranks meet: this one may never look at its rows
+            rows.relay(0)
         return rows.acquire(0, partial(self._send, layout), weights_N, is_last=True)
 
     def _send(self, layout: RowLayout, grads_M: Sequence[Tensor]) -> None:
