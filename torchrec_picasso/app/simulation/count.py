@@ -136,7 +136,7 @@ class Cluster:
             lookups_N: Row of each lookup, ascending.
             cold_U: Distinct cold rows, ascending.
             before_R: First rank that has a row in its batch before.
-            counts_T: Those of :data:`RANK_COUNTED`.
+            counts_T: Counts of :data:`RANK_COUNTED`.
         """
         by_block_TW, cold_TW = self._equal.count(lookups_N), self._homes.count(cold_U)
         dirty_T = self._count_dirty(cold_U, before_R)
