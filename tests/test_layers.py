@@ -27,7 +27,7 @@ ROWS = (
     ("train_pipeline",),
     ("app/launch", "app/config"),
     ("app/checkpoints", "app/timeline", "app/zoo"),
-    ("app/runs",),
+    ("app/runs", "app/simulation"),
     ("app/cli",),
     ("__main__",),
 )

@@ -22,7 +22,7 @@ from torchrec_picasso.cost.step_price import StepPricer, _first_used, _shares
 from torchrec_picasso.cost.stock import (
     STOCK_TYPES,
     StockTotals,
-    _cost,
+    cost_of_totals,
     marginal_stock_costs,
     max_over_mean,
     stock_cost,
@@ -105,7 +105,7 @@ def test_marginal_costs_are_what_leaving_a_table_out_saves() -> None:
             for some in (works, works[1:])
         ]
         added = [costs[kind] for costs in marginal_stock_costs(works, curves, 2)]
-        steps = [_cost(kind, some, uneven, curves, 2).exposed_ms for some in totals]
+        steps = [cost_of_totals(kind, some, uneven, curves, 2).exposed_ms for some in totals]
         assert added[0].exposed_ms == pytest.approx(steps[0] - steps[1])
         assert all(cost.exposed_ms > 0 for cost in added)
 

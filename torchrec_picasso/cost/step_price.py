@@ -12,7 +12,7 @@ Shape letters: K micro-batches.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -45,6 +45,17 @@ _LAYOUT_SHARE = 1 / 3
 _MASK_BYTES = 1
 _FIRST_USE_EXPONENT = 0.8
 """The number of distinct rows grows about like this power of the samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedStep:
+    """Counts of a step that replace expectations, beside those in the totals."""
+
+    busiest_bytes: Mapping[str, Mapping[str, float]]
+    """Bytes that the busiest rank sends or receives, by ``"row_exchange"`` or one of
+    :data:`.LEVELS`, then by the purposes of :func:`.hot_cold.exchange_bytes` and ``mask``."""
+    first_used: Sequence[float]
+    """Share of the batch's rows that its first samples use: none of them to all, in equal steps."""
 
 
 class _Way(NamedTuple):
@@ -95,6 +106,7 @@ class StepPricer:
         num_packs: int = 1,
         uneven_bags: float = 1.0,
         num_bag_waves: int = 1,
+        counted: CountedStep | None = None,
     ) -> StepPrice:
         """Predicts the fastest step over the numbers of micro-batches; the smallest of equally fast
         ones.
@@ -107,6 +119,7 @@ class StepPricer:
             num_packs: Number of packs of ``totals``.
             uneven_bags: Bags of the busiest home rank divided by the mean over ranks.
             num_bag_waves: Number of waves of owner-pooled packs, which follow the wave of rows.
+            counted: Counts of a step; ``None`` = expected ones.
         """
         stock, direct = stock or StockCost(), totals
         if by_host is not None:
@@ -114,13 +127,17 @@ class StepPricer:
         if not totals.features:
             return self.sparse_dist(stock)
         ways = self._ways(direct, num_packs, uneven_bags, by_host)
+        first_used = None
+        if counted is not None:
+            first_used, found = counted.first_used, counted.busiest_bytes
+            ways = [way._replace(sent={**way.sent, **found[way.name]}) for way in ways]
         shares = _shares_of_waves(totals, num_bag_waves)
         forwards_first = bool(totals.unique)  # bags are of one sample
         prices = []
         for count in self._micro_batch_counts:
             setting = Setting(count, lookahead=True)
             local = self._local(totals, count, num_modules, num_packs, by_host)
-            times = self._times(totals, ways, local, count)
+            times = self._times(totals, ways, local, count, first_used)
             last = backward_order(setting, forwards_first)[-1]
             self._add_stock(times, stock, last)
             prices.append(step_price(setting, times, shares, forwards_first=forwards_first))
@@ -190,10 +207,12 @@ class StepPricer:
         ways: Sequence[_Way],
         local: ExchangeTimes,
         num_parts: int,
+        first_used: Sequence[float] | None,
     ) -> dict[_Operation, OpTime]:
         """Assigns the cost of a step without stock tables to operations, by kind and index."""
-        dense, received = self.dense.cut(num_parts), _received_shares(totals, num_parts)
-        shares = {way.name: _received_shares(way.totals, num_parts) for way in ways}
+        dense, used_K = self.dense.cut(num_parts), _first_used(num_parts, first_used)
+        received = _received_shares(totals, used_K)
+        shares = {way.name: _received_shares(way.totals, used_K) for way in ways}
         # half of the overhead in forward, half in backward; K - 1 additional micro-batches share it
         more_ms = (_PART_MS + _PART_FEATURE_MS * totals.features) / 2 * (1 - 1 / num_parts)
 
@@ -275,12 +294,11 @@ def _shares_of_waves(totals: HotColdTotals, num_bag_waves: int) -> tuple[float, 
     return (*row_shares, *bag_shares)
 
 
-def _received_shares(totals: HotColdTotals, num_parts: int) -> dict[_Operation, float]:
-    """Returns the share of each operation that sends rows, or gradients, in all received
-    elements."""
-    used_K = _first_used(num_parts)
+def _received_shares(totals: HotColdTotals, used_K: np.ndarray) -> dict[_Operation, float]:
+    """Returns the share of each operation that sends rows, or gradients, in all received elements;
+    ``used_K`` are shares of rows by the first micro-batch that uses them."""
     # bags are spread like samples, and always dirty
-    bags_K = np.array(_shares(num_parts)) * totals.bag_elements
+    bags_K = np.array(_shares(len(used_K))) * totals.bag_elements
     elements = max(1e-9, totals.cold_elements + totals.bag_elements)
     sent_K = (totals.cold_elements * used_K + bags_K) / elements
     dirty_K = (totals.dirty_elements * used_K + bags_K) / elements
@@ -298,6 +316,10 @@ def _shares(num_parts: int) -> tuple[float, ...]:
     return tuple(size / samples for size in micro_batch_sizes(samples, num_parts))
 
 
-def _first_used(num_parts: int) -> np.ndarray:
-    """Returns the share of the batch's rows that each micro-batch is the first to use."""
-    return np.diff(np.cumsum(_shares(num_parts)) ** _FIRST_USE_EXPONENT, prepend=0.0)
+def _first_used(num_parts: int, counted: Sequence[float] | None = None) -> np.ndarray:
+    """Returns the share of the batch's rows that each micro-batch is the first to use; ``counted``
+    as in :class:`CountedStep`."""
+    ends_K = np.cumsum(_shares(num_parts))
+    if counted is None:
+        return np.diff(ends_K**_FIRST_USE_EXPONENT, prepend=0.0)
+    return np.diff(np.interp(ends_K, np.linspace(0, 1, len(counted)), counted), prepend=0.0)

@@ -103,19 +103,21 @@ def stock_cost(
     exchanges the tables of each module by themselves."""
     uneven = max_over_mean(sharding_type, [work.load for work in works], world_size)
     totals = StockTotals.sum(StockTotals.from_table(sharding_type, work) for work in works)
-    return _cost(sharding_type, totals, uneven, curves, world_size, num_modules)
+    return cost_of_totals(sharding_type, totals, uneven, curves, world_size, num_modules)
 
 
-def _cost(
+def cost_of_totals(
     sharding_type: str,
     totals: StockTotals,
     uneven: float,
     curves: CommCurves,
     world_size: int,
     num_modules: int = 1,
+    busiest_bytes: Mapping[str, float] | None = None,
 ) -> StockCost:
     """Predicts the cost of some work, 0 without tables. ``uneven`` is the load of the busiest rank
-    divided by the mean."""
+    divided by the mean, ``busiest_bytes`` are its bytes of ids, rows and gradients where they were
+    counted."""
     if not totals.features:
         return StockCost()
     to_others, is_row_wise = (world_size - 1) / world_size, sharding_type == "row_wise"
@@ -141,18 +143,20 @@ def _cost(
         return _data_parallel(totals, replace(work, updated=0.0), curves, world_size)
     ids = (totals.lookups * _ID_BYTES + totals.lengths * _LENGTH_BYTES) * to_others
     rows = totals.bag_elements * _WIRE_BYTES * (others_bags or to_others)
+    sent = {"ids": ids, "rows": rows, "gradients": rows}
+    busiest = busiest_bytes or {name: num_bytes * uneven for name, num_bytes in sent.items()}
     forward, backward = ("reduce_scatter", "all_gather") if is_row_wise else ("all_to_all",) * 2
     # an all-to-all of splits, then one of lengths and one of values
-    ids_wire_ms = exchange_ms("all_to_all", 0) + 2 * exchange_ms("all_to_all", ids * uneven / 2)
+    ids_wire_ms = exchange_ms("all_to_all", 0) + 2 * exchange_ms("all_to_all", busiest["ids"] / 2)
     costs = curves.local.stock
     return StockCost(
         ids_ms=costs.input_dist.ms(work),
         ids_wire_ms=ids_wire_ms,
         forward_ms=costs.forward.ms(work),
-        forward_wire_ms=exchange_ms(forward, rows * uneven),
+        forward_wire_ms=exchange_ms(forward, busiest["rows"]),
         backward_ms=costs.backward.ms(work),
-        backward_wire_ms=exchange_ms(backward, rows * uneven),
-        sent_bytes={"ids": ids, "rows": rows, "gradients": rows},
+        backward_wire_ms=exchange_ms(backward, busiest["gradients"]),
+        sent_bytes=sent,
     )
 
 
@@ -178,12 +182,12 @@ def marginal_stock_costs(
                 (totals.row_elements, totals.lookup_elements),
             )
         )
-        all_tables = _cost(kind, totals, uneven, curves, world_size)
+        all_tables = cost_of_totals(kind, totals, uneven, curves, world_size)
         for costs, own in zip(added, each):
             own = replace(
                 own, rows=rows * own.lookups, row_elements=row_elements * own.lookup_elements
             )
-            others = _cost(kind, totals.plus(own, -1.0), uneven, curves, world_size)
+            others = cost_of_totals(kind, totals.plus(own, -1.0), uneven, curves, world_size)
             costs[kind] = all_tables.plus(others, -1.0)
     return added
 
@@ -211,14 +215,27 @@ def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: in
     columns are placed first."""
     rank_loads = [0.0] * world_size
     if sharding_type in ("table_wise", "column_wise"):
-        weights: list[float] = []
-        for load in loads:
-            shards = _column_shards(load, world_size) if sharding_type == "column_wise" else 1
-            weights += [load.bags * load.dim / shards] * shards
-        # greedy: each shard goes to the rank with the smallest load, the top of the heap
-        for weight in sorted(weights, reverse=True):
-            heapq.heapreplace(rank_loads, rank_loads[0] + weight)
+        for load, ranks in zip(loads, deal_out(sharding_type, loads, world_size)):
+            for rank in ranks:
+                rank_loads[rank] += load.bags * load.dim / len(ranks)
     return over_mean(rank_loads)
+
+
+def deal_out(sharding_type: str, loads: Sequence[TableLoad], world_size: int) -> list[list[int]]:
+    """Returns the rank of each shard of each table, whole tables or columns: the largest one first,
+    each on the rank with the smallest load."""
+    parts = [
+        _column_shards(load, world_size) if sharding_type == "column_wise" else 1 for load in loads
+    ]
+    shards = [(load.bags * load.dim / num, t) for t, (load, num) in enumerate(zip(loads, parts))]
+    filled = [(0.0, rank) for rank in range(world_size)]  # a heap: the smallest load is the first
+    ranks: list[list[int]] = [[] for _ in loads]
+    for weight, t in sorted(shards, reverse=True):
+        for _ in range(parts[t]):
+            load, rank = filled[0]
+            heapq.heapreplace(filled, (load + weight, rank))
+            ranks[t].append(rank)
+    return ranks
 
 
 def over_mean(load_W: Iterable[float]) -> float:

@@ -33,7 +33,17 @@ TINY_DEMO = ["--steps", "10", "--batch-size", "64", "--dim", "8", "--hot-rows", 
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["demo"], ["doctor"], ["stats"], ["calibrate"], ["plan"], ["train"], ["convert"]],
+    [
+        [],
+        ["demo"],
+        ["doctor"],
+        ["stats"],
+        ["calibrate"],
+        ["plan"],
+        ["simulate"],
+        ["train"],
+        ["convert"],
+    ],
 )
 def test_help(command: list[str], capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:

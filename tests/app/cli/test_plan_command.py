@@ -307,3 +307,50 @@ def test_what_cannot_be_counted_is_refused(
 
     message = error_of(["stats", *map(placed, argv)], capsys)
     assert message.startswith(placed(words))
+
+
+def test_a_step_is_simulated_on_many_ranks(
+    tmp_path: Path, config: str, stats: str, curves_of: Callable[..., str], capsys: Capture
+) -> None:
+    out, plot = tmp_path / "steps.json", tmp_path / "steps.png"
+    argv = ["simulate", "--config", config, "--ranks", "1", "2", "8", "--ranks-per-host", "2"]
+    link = ["--link-mbit", "1000"]
+    written = ["--json", str(out), "--plot", str(plot)]
+    text = output_of([*argv, *link, *written], capsys)
+    assert "Counted: the batches of all ranks, 256 samples each, of the configuration" in text
+    clusters = json.loads(out.read_text())["clusters"]
+    assert [(each["hosts"], each["ranks_per_host"]) for each in clusters] == [
+        (1, 1),
+        (1, 2),
+        (4, 2),
+    ]
+    one, pair, eight = clusters
+    assert [each["name"] for each in eight["priced"]] == ["rows", "node_rows", *KINDS[1:4]]
+    assert [each["name"] for each in pair["priced"]] == ["rows", *KINDS[1:4]]
+    assert all(each["across_bytes"] == 0 for each in one["priced"] + pair["priced"])
+    assert sum(sum(each["sent_bytes"].values()) for each in one["priced"]) == 0
+    rows, by_host, *stock = eight["priced"]
+    assert by_host["across_bytes"] < rows["across_bytes"]
+    assert all(each["step"]["step_ms"] > 0 for each in (rows, by_host, *stock))
+    # 1 all-to-all of flags; header, numbers, mask, clean and dirty rows, gradients
+    assert (rows["messages"], by_host["messages"]) == (7 + 6 * 7, 7 + 6 * 4)
+    assert plot.read_bytes().startswith(PNG)
+    drawn = output_of([*argv, "--curves", curves_of(), "--stats", stats, "--hot-rows", "9"], capsys)
+    assert "drawn from the statistics" in drawn
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--link-mbit", "0"], "--link-mbit: expected more than 0, got 0"),
+        (["--link-mbit", "9", "--ranks", "1025"], "--ranks: expected 1 to 1024, whole hosts of 1"),
+        (["--link-mbit", "9", "--ranks", "6", "--ranks-per-host", "4"], "whole hosts of 4, got 6"),
+        (["--link-mbit", "9", "--ranks-per-host", "17"], "--ranks-per-host: expected 1 to 16"),
+        (["--link-mbit", "9", "--ranks", "2", "--hot-rows", "5"], "there are no statistics"),
+        (["--link-mbit", "9", "--micro-batches", "0"], "--micro-batches: expected at least 1"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(
+    options: list[str], why: str, config: str, capsys: Capture
+) -> None:
+    assert why in error_of(["simulate", "--config", config, *options], capsys)

@@ -21,7 +21,18 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}")
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_demo, _doctor, _models, _stats, _calibrate, _plan, _train, _convert, _quality):
+    for add in (
+        _demo,
+        _doctor,
+        _models,
+        _stats,
+        _calibrate,
+        _plan,
+        _simulate,
+        _train,
+        _convert,
+        _quality,
+    ):
         add(subcommands)
     return parser
 
@@ -248,6 +259,52 @@ def _plan(subcommands: _Subcommands) -> None:
     )
     command.text("--json", "FILE", "write everything as JSON")
     command.text("--plot", "FILE", "draw the plans that were priced")
+
+
+def _simulate(subcommands: _Subcommands) -> None:
+    command = _Command(
+        subcommands,
+        "simulate",
+        "count and price a step on up to 1,024 ranks, without ranks",
+        (
+            "Reads or draws the batch of each rank, counts the rows and bytes that ranks and hosts "
+            "exchange, as rows, rows by host and with each stock sharding type, and predicts the "
+            "step. The batches of smaller clusters are those of the first ranks of the largest."
+        ),
+        "torchrec-picasso simulate --config configs/dlrm_criteo.yaml --link-mbit 10000",
+        (
+            "torchrec-picasso simulate --config FILE --stats stats.parquet --link-mbit 100000 \\\n"
+            "      --ranks 8 64 512 --ranks-per-host 8 --json steps.json --plot steps.png"
+        ),
+    )
+    command.config("YAML configuration: model, samples, and samples per rank")
+    command.text("--stats", "FILE", "statistics to draw ids from (default: the samples themselves)")
+    network = command.parser.add_mutually_exclusive_group(required=True)
+    network.add_argument("--curves", metavar="FILE", help="curves measured on several hosts")
+    network.add_argument(
+        "--link-mbit", type=float, metavar="R", help="rate of each host's link, Mbit/s"
+    )
+    command.number(
+        "--latency-ms", "MS", "with --link-mbit: latency per message (default: 0.05)", 0.05
+    )
+    command.parser.add_argument(
+        "--ranks",
+        nargs="+",
+        type=int,
+        metavar="N",
+        default=[2**power for power in range(11)],
+        help="ranks, several numbers (default: 1, 2, 4 to 1024)",
+    )
+    command.integer("--ranks-per-host", "ranks of each host, 1 to 16 (default: 1)", 1)
+    command.integer("--hot-rows", "hot rows of all tables, with --stats (default: 0)", 0)
+    command.integer("--micro-batches", "of a batch (default: the fastest number)")
+    command.number(
+        "--dense-ms",
+        "MS",
+        "forward and backward of the model without its tables (default: that of the curves)",
+    )
+    command.text("--json", "FILE", "write everything as JSON")
+    command.text("--plot", "FILE", "draw steps and bytes over ranks")
 
 
 def _train(subcommands: _Subcommands) -> None:

@@ -60,12 +60,12 @@ def print_table(*rows: Sequence[str]) -> None:
         print("  " + "  ".join([first.ljust(widths[0]), *aligned]).rstrip())
 
 
-def new_picture(width: float = 6.5, height: float = 4.2) -> tuple[Any, Any]:
-    """A figure of a size in inches and its axes, for :func:`save_picture`."""
+def new_picture(width: float = 6.5, height: float = 4.2, num_axes: int = 1) -> tuple[Any, Any]:
+    """A figure of a size in inches and its axes, side by side, for :func:`save_picture`."""
     from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots()
+    return figure, figure.subplots(1, num_axes)
 
 
 def save_picture(figure: Any, path: str | Path) -> None:

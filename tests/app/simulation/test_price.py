@@ -1,0 +1,85 @@
+"""Prices of counted steps: links shared by a host's ranks, and the planner's price where ids are
+uniform."""
+
+import numpy as np
+import pytest
+
+from torchrec_picasso.app.simulation.count import Cluster, Stream, count_step
+from torchrec_picasso.app.simulation.price import Pricing, curves_of
+from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.local import DenseTimes
+from torchrec_picasso.cost.step_price import StepPricer
+from torchrec_picasso.cost.table_work import TableLoad, TableWork
+from torchrec_picasso.errors import PlanError
+from torchrec_picasso.planner.choice import price_plan
+from torchrec_picasso.planner.home_blocks import even_blocks
+
+BATCH, LINK = 2000, CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.5)
+
+
+def _cluster(num_hosts: int, num_places: int) -> tuple[Stream, Cluster]:
+    loads = [
+        TableLoad(name=f"t{rows}", num_embeddings=rows, dim=16, lookups=BATCH, bags=BATCH)
+        for rows in (8000, 20_000)
+    ]
+
+    def read(rank: int, step: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        rng = np.random.default_rng([rank, step])
+        samples = np.arange(BATCH)
+        return [(rng.integers(load.num_embeddings, size=BATCH), samples) for load in loads]
+
+    stream = Stream(
+        loads=loads,
+        is_sequence_T=np.zeros(2, dtype=bool),
+        batch_size=BATCH,
+        read=lambda rank, step: iter(read(rank, step)),
+        hot_T=[np.arange(0), np.arange(0)],
+    )
+    blocks = [even_blocks(load.num_embeddings, num_hosts * num_places) for load in loads]
+    return stream, Cluster(stream, num_hosts, num_places, blocks)
+
+
+def test_ranks_of_a_host_share_its_link() -> None:
+    for num_hosts, num_places in ((4, 1), (2, 4), (4, 2)):
+        _, cluster = _cluster(num_hosts, num_places)
+        size, num_bytes = cluster.world_size, 7e6
+        curves = curves_of(LINK, cluster)
+        on_link = num_places * num_bytes * (size - num_places) / (size - 1)
+        for name in ("all_to_all", "row_exchange"):
+            ms = 0.5 * (size - 1) + on_link / 1e5
+            assert curves.ms(name, num_bytes) == pytest.approx(ms)
+        assert curves.ms("all_reduce", num_bytes) == pytest.approx(0.5 * (size - 1) + 70)
+        if num_places > 1:
+            across_ms = 0.5 * (num_hosts - 1) + num_places * num_bytes / 1e5
+            assert curves.ms("across", num_bytes) == pytest.approx(across_ms)
+            # 1 ns of a core per byte
+            assert curves.ms("inside", num_bytes) == pytest.approx(0.5 * (num_places - 1) + 7)
+        # and back: curves of several ranks on a host are those of one on each of two
+        again = curves_of(curves, _cluster(2, 1)[1])
+        assert again.ms("row_exchange", num_bytes) == pytest.approx(0.5 + 70)
+    one_host = curves_of(LINK, _cluster(1, 4)[1])
+    assert one_host.ms("all_to_all", 1e6) == pytest.approx(1.5 + 1)
+    with pytest.raises(PlanError, match="the curves are of one host, the cluster has 2"):
+        curves_of(one_host, _cluster(2, 1)[1])
+
+
+@pytest.mark.parametrize("num_places", [1, 2])
+def test_uniform_ids_have_the_planners_price(num_places: int) -> None:
+    stream, cluster = _cluster(4, num_places)
+    size, forms = cluster.world_size, list(cluster.wires)
+    dense, first_used = DenseTimes.from_total(30.0, 1e6), count_step(stream, [cluster]).tolist()
+    pricing = Pricing(
+        stream=stream, first_used=first_used, curves=LINK, dense=dense, micro_batch_counts=[1, 4]
+    )
+    found = {each.name: each for each in pricing.price(cluster)}
+    works = [TableWork(load, size, num_places) for load in stream.loads]
+    pricer = StepPricer(curves_of(LINK, cluster), size, dense, [1, 4])
+    for name in (*forms, "table_wise", "row_wise", "column_wise"):
+        by_form = dict.fromkeys(range(2), name) if name in forms else {}
+        plan = price_plan(works, by_form, {}, dict.fromkeys(range(2), name), pricer)
+        assert found[name].step.step_ms == pytest.approx(plan.step.step_ms, rel=0.03), name
+        assert found[name].step.num_micro_batches == plan.step.num_micro_batches
+        # flags and masks are not expected
+        sent = {key: found[name].sent_bytes.get(key, 0) for key in plan.sent_bytes}
+        assert sum(sent.values()) == pytest.approx(sum(plan.sent_bytes.values()), rel=0.01), name
+    assert len(forms) == num_places

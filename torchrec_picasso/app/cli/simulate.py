@@ -1,0 +1,138 @@
+"""``torchrec-picasso simulate``: counts and prices a step on clusters of up to 1,024 ranks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchrec_picasso.app.cli.outputs import (
+    check_outputs,
+    new_picture,
+    print_table,
+    save_picture,
+    write_result,
+)
+from torchrec_picasso.app.config import load_config
+from torchrec_picasso.app.launch.progress import Progress
+from torchrec_picasso.app.simulation.simulate import Question, Simulated, simulate
+from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.errors import ConfigError
+from torchrec_picasso.frequency import FrequencyStats
+
+_MB, _GBYTES_PER_MBIT = 1e6, 1 / 8000
+_MOST_RANKS, _MOST_RANKS_PER_HOST = 1024, 16
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the subcommand; raises PicassoError for unusable input."""
+    check_outputs(args, "json", "plot")
+    question = Question(
+        config=load_config(args.config),
+        clusters=_clusters(args),
+        curves=_curves(args),
+        stats=FrequencyStats.from_parquet(args.stats) if args.stats else None,
+        hot_rows=args.hot_rows,
+        dense_ms=args.dense_ms,
+        num_micro_batches=args.micro_batches,
+    )
+    progress = Progress("simulate", 2 * max(args.ranks))
+    found = simulate(question, progress.advance)
+    progress.close()
+    _print(question, found)
+    if args.json:
+        asked = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
+        write_result({"question": asked, "clusters": [each.as_dict() for each in found]}, args.json)
+        print(f"wrote {args.json}")
+    if args.plot:
+        draw(found, args.plot)
+        print(f"wrote {args.plot}")
+
+
+def _clusters(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """Returns hosts, and ranks on each, for each number of ranks."""
+    if not 1 <= args.ranks_per_host <= _MOST_RANKS_PER_HOST:
+        raise ConfigError(
+            f"--ranks-per-host: expected 1 to {_MOST_RANKS_PER_HOST}, got {args.ranks_per_host}"
+        )
+    clusters = []
+    for size in sorted(set(args.ranks)):
+        places = min(args.ranks_per_host, max(1, size))
+        if not 1 <= size <= _MOST_RANKS or size % places:
+            raise ConfigError(
+                f"--ranks: expected 1 to {_MOST_RANKS}, whole hosts of {places}, got {size}"
+            )
+        clusters.append((size // places, places))
+    return clusters
+
+
+def _curves(args: argparse.Namespace) -> CommCurves:
+    if args.micro_batches is not None and args.micro_batches < 1:
+        raise ConfigError(f"--micro-batches: expected at least 1, got {args.micro_batches}")
+    if args.curves is not None:
+        return CommCurves.from_json(args.curves)
+    if not args.link_mbit > 0:
+        raise ConfigError(f"--link-mbit: expected more than 0, got {args.link_mbit:g}")
+    # of two ranks on a host each, so the latency is that of a message
+    return CommCurves.assumed(
+        2, gbytes_per_s=args.link_mbit * _GBYTES_PER_MBIT, latency_ms=args.latency_ms
+    )
+
+
+def _print(question: Question, found: Sequence[Simulated]) -> None:
+    print(
+        f"\nCounted: the batches of all ranks, {question.config.data.batch_size:,} samples each, "
+        f"{'of the configuration' if question.stats is None else 'drawn from the statistics'}; "
+        "priced by the cost model"
+    )
+    head = (
+        "hosts x ranks",
+        "rows: rank",
+        "host",
+        "all",
+        "served",
+        "",
+        "step ms",
+        "MB",
+        "across MB",
+    )
+    lines = []
+    for cluster in found:
+        rows = [f"{n:,.0f}" for n in (cluster.rank_rows, cluster.host_rows, cluster.all_rows)]
+        cells = [f"{cluster.hosts} x {cluster.ranks_per_host}", *rows]
+        cells.append(f"{cluster.served_over_mean:.2f}")
+        for each in cluster.priced:
+            sent, across = sum(each.sent_bytes.values()) / _MB, each.across_bytes / _MB
+            figures = f"{each.step.step_ms:,.1f}", f"{sent:,.2f}", f"{across:,.2f}"
+            busiest = f"{each.busiest_over_mean:.2f}", f"{each.messages:,}"
+            lines.append((*cells, each.name, *figures, *busiest))
+            cells = [""] * len(cells)
+    print_table((*head, "busiest", "messages"), *lines)
+    print(
+        "  rows: distinct cold rows of a rank's, a host's and all batches; served: rows of the "
+        "busiest home rank over the mean;\n  MB: sent per rank, across MB: sent per host to other "
+        "hosts, busiest: bytes of the busiest rank over the mean; messages: sent per rank"
+    )
+
+
+def draw(found: Sequence[Simulated], path: str | Path) -> None:
+    """Draws the predicted step, and the bytes that a host sends to others, over ranks."""
+    figure, (steps, sent) = new_picture(9.0, 4.0, num_axes=2)
+    names = dict.fromkeys(each.name for cluster in found for each in cluster.priced)
+    for name in names:
+        points = [
+            (cluster.ranks, each.step.step_ms, each.across_bytes / _MB)
+            for cluster in found
+            for each in cluster.priced
+            if each.name == name
+        ]
+        ranks, step_ms, across_mb = zip(*points)
+        steps.plot(ranks, step_ms, label=name, marker=".")
+        sent.plot(ranks, across_mb, label=name, marker=".")
+    steps.set(title="predicted step, ms", yscale="log")
+    sent.set(title="sent per host to others, MB", yscale="symlog")  # one host sends nothing
+    for axes in (steps, sent):
+        axes.set(xscale="log", xlabel="ranks")
+        axes.set_xticks([cluster.ranks for cluster in found], [f"{c.ranks}" for c in found])
+        axes.minorticks_off()
+    save_picture(figure, path)
