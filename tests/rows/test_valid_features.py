@@ -113,14 +113,14 @@ def test_on_a_device_the_header_tells_what_a_reorder_hides(change: int) -> None:
             requests.append(request)
     at_fault, other = requests
     if not change:
-        with PretendedDevice():
+        with in_place_of_the_device(), PretendedDevice():
             assert at_fault.send_row_numbers()
         return
     own = f"lengths that sum to {10 + change}, but 10 values"
-    with pytest.raises(InputError, match=own), PretendedDevice():
+    with pytest.raises(InputError, match=own), in_place_of_the_device(), PretendedDevice():
         at_fault.send_row_numbers()
     others = "rank 0 holds lengths that do not fit its values"
-    with pytest.raises(InputError, match=others), PretendedDevice():
+    with pytest.raises(InputError, match=others), in_place_of_the_device(), PretendedDevice():
         other.send_row_numbers()
 
 
