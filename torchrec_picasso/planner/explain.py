@@ -81,7 +81,7 @@ def _ranks(decision: Decision) -> list[dict[str, float]]:
     world_size, homes = decision.world_size, decision.homes
     num_hot, forms = decision.num_hot, decision.forms
     works = [(i, work) for i, work in enumerate(decision.works) if forms[i]]
-    in_rows = [(i, work) for i, work in works if forms[i] == "rows"]
+    in_rows = [(i, work) for i, work in works if forms[i] != "bags"]
     even = sum(work.split(num_hot[i]).cold_used * work.load.dim for i, work in in_rows)
     load_W = homes.load_W if homes is not None else (even / world_size,) * world_size
     all_bytes = sum(load_W) * _WIRE_BYTES  # of the rows that a rank requests, its own included
