@@ -90,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         check_outputs(args, "out")
-        rate = usable_rate(args.rate_mbit or None)
+        if (rate := usable_rate(args.rate_mbit)) is None:
+            raise ClusterError("hosts of several ranks need links; see `benchmarks.cluster`")
         found = compare_all([_settings(args, name, rate) for name in args.clusters])
     except (PicassoError, RankError, ClusterError) as error:
         print(f"error: {error}", file=sys.stderr)

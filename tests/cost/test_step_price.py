@@ -18,7 +18,7 @@ from torchrec_picasso.cost.hot_cold import (
     hot_cold_memory_bytes,
 )
 from torchrec_picasso.cost.local import DenseTimes, LocalCosts, PhaseCost, SideCosts
-from torchrec_picasso.cost.step_price import StepPricer, _first_used, _shares
+from torchrec_picasso.cost.step_price import StepPricer, _shares, chunk_shares
 from torchrec_picasso.cost.stock import (
     STOCK_TYPES,
     StockTotals,
@@ -177,7 +177,7 @@ def test_hot_rows_are_neither_cold_nor_dirty() -> None:
 
 @pytest.mark.parametrize("num_parts", NUM_MICRO_BATCHES)
 def test_chunks_add_up_and_the_first_is_small_in_samples_only(num_parts: int) -> None:
-    chunks = _first_used(num_parts)
+    chunks = chunk_shares(num_parts)
     assert sum(chunks) == pytest.approx(1)
     assert min(chunks) > 0
     if num_parts > 1:  # rows repeat, so the first samples bring more new rows than others

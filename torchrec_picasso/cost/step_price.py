@@ -210,7 +210,7 @@ class StepPricer:
         first_used: Sequence[float] | None,
     ) -> dict[_Operation, OpTime]:
         """Assigns the cost of a step without stock tables to operations, by kind and index."""
-        dense, used_K = self.dense.cut(num_parts), _first_used(num_parts, first_used)
+        dense, used_K = self.dense.cut(num_parts), chunk_shares(num_parts, first_used)
         received = _received_shares(totals, used_K)
         shares = {way.name: _received_shares(way.totals, used_K) for way in ways}
         # half of the overhead in forward, half in backward; K - 1 additional micro-batches share it
@@ -316,7 +316,7 @@ def _shares(num_parts: int) -> tuple[float, ...]:
     return tuple(size / samples for size in micro_batch_sizes(samples, num_parts))
 
 
-def _first_used(num_parts: int, counted: Sequence[float] | None = None) -> np.ndarray:
+def chunk_shares(num_parts: int, counted: Sequence[float] | None = None) -> np.ndarray:
     """Returns the share of the batch's rows that each micro-batch is the first to use; ``counted``
     as in :class:`CountedStep`."""
     ends_K = np.cumsum(_shares(num_parts))

@@ -335,8 +335,15 @@ def test_a_step_is_simulated_on_many_ranks(
     # 1 all-to-all of flags; header, numbers, mask, clean and dirty rows, gradients
     assert (rows["messages"], by_host["messages"]) == (7 + 6 * 7, 7 + 6 * 4)
     assert plot.read_bytes().startswith(PNG)
-    drawn = output_of([*argv, "--curves", curves_of(), "--stats", stats, "--hot-rows", "9"], capsys)
-    assert "drawn from the statistics" in drawn
+    drawn = ["--curves", curves_of(), "--stats", stats, "--hot-rows", "9", "--micro-batches", "4"]
+    text = output_of([*argv, *drawn, "--json", str(out)], capsys)
+    assert "drawn from the statistics" in text
+    rows = json.loads(out.read_text())["clusters"][2]["priced"][0]
+    assert rows["sent_bytes"]["hot"] > 0
+    first, *others = rows["chunk_shares"]
+    # the first micro-batch has a tenth of the samples
+    assert 0.1 < first < 0.4
+    assert sum(others) == pytest.approx(1 - first)
 
 
 @pytest.mark.parametrize(

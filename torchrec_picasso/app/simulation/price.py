@@ -19,7 +19,7 @@ from torchrec_picasso.cost.curves import COLLECTIVES, Curve
 from torchrec_picasso.cost.hot_cold import ByHost, HotColdTotals, exchange_bytes, level_bytes
 from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.cost.schedule_time import StepPrice
-from torchrec_picasso.cost.step_price import CountedStep, StepPricer
+from torchrec_picasso.cost.step_price import CountedStep, StepPricer, chunk_shares
 from torchrec_picasso.cost.stock import StockCost, StockTotals, cost_of_totals, over_mean
 from torchrec_picasso.errors import PlanError
 
@@ -42,6 +42,8 @@ class Priced:
     """Bytes that the busiest rank sends or receives, divided by the mean."""
     messages: int
     """Messages that a rank sends for tables."""
+    chunk_shares: Sequence[float] = ()
+    """Share of the elements of a rank's cold rows in each chunk; none of stock tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,8 @@ class Pricing:
         # header, row numbers, dirty mask, clean rows; dirty rows and gradients of each chunk; flags
         num_exchanges = 4 + 2 * step.num_micro_batches
         messages = num_exchanges * cluster.num_peers(form) + size - 1
-        return _priced(form, step, [*wires.values()], messages)
+        chunks = chunk_shares(step.num_micro_batches, self.first_used).tolist()
+        return replace(_priced(form, step, [*wires.values()], messages), chunk_shares=chunks)
 
     def _stock(self, cluster: Cluster, name: str) -> Priced:
         """Prices ``TrainPipelineSparseDist`` with all tables of one stock sharding type."""
