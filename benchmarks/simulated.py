@@ -7,8 +7,8 @@ A DLRM of 26 tables trains with whole tables under TrainPipelineSparseDist, and 
 ones, flat and on hosts of several ranks by host, under InterleavedTrainPipeline with one
 micro-batch and lookahead. Variants take turns. `torchrec-picasso simulate` gets the same samples
 and the measured work of a rank; ranks that share a core take turns on it, so their work takes as
-many times longer. Links are measured on hosts of as many ranks, at most four hosts of one and two
-of several: gloo's all-to-all fills a link the better the more messages share it.
+many times longer. Links are measured on as many hosts of one rank, and on two of several ranks:
+gloo's all-to-all fills a link the better the more messages share it.
 
 Bytes are what ranks handed to collectives, mean over ranks; errors are simulated over measured,
 minus 1.
@@ -49,7 +49,7 @@ _FORMS = {"rows": "interleaved:1:0+rows", "node_rows": "interleaved:1:0+node_row
 _VARIANTS = {"table_wise": "table_wise", **_FORMS}
 """Variant of `benchmarks.pipelines` by its name in a simulation."""
 _CURVES_MAX_BYTES, _LEAST_BYTES, _CURVES_SECONDS, _CURVES_BUDGET_S = 2 << 20, 4 << 10, 0.2, 10.0
-_MOST_HOSTS = {1: 4, 2: 2, 4: 2}
+_MOST_HOSTS = {1: 8, 2: 2, 4: 2}
 """Most hosts that links are measured on, by ranks of each."""
 _TIMEOUT_S = 600.0
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -58,7 +57,8 @@ class CountedStep:
     """Share of the batch's rows that its first samples use: none of them to all, in equal steps."""
 
 
-class _Way(NamedTuple):
+@dataclass(frozen=True)
+class _Way:
     """The bytes that the busiest rank sends by one collective."""
 
     name: str
@@ -130,7 +130,7 @@ class StepPricer:
         first_used = None
         if counted is not None:
             first_used, found = counted.first_used, counted.busiest_bytes
-            ways = [way._replace(sent={**way.sent, **found[way.name]}) for way in ways]
+            ways = [replace(way, sent={**way.sent, **found[way.name]}) for way in ways]
         shares = _shares_of_waves(totals, num_bag_waves)
         forwards_first = bool(totals.unique)  # bags are of one sample
         prices = []
