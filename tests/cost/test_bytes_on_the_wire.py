@@ -35,6 +35,7 @@ from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import COLLECTIVES, Curve
 from torchrec_picasso.cost.hot_cold import ByHost, HotColdTotals, exchange_bytes, level_bytes
 from torchrec_picasso.exchange.agreement import Flags
+from torchrec_picasso.planner import choice
 
 DRIVERS: tuple[Driver, ...] = (None, (1, False), (1, True))
 NUM_WARM = 4  # DDP makes its buckets anew in the second step
@@ -249,6 +250,7 @@ def _plan_and_count(
     """What the planner expects of a step, on rank 0, and what steps on further batches send."""
     if by_host:
         pretend_hosts(rank, PLACES)
+    choice._ANY_HOT_MARGIN = 0.0  # replicas are counted too, although they gain little here
     model = Model(Job(placement={}, tables=SKEWED))
     for table in SKEWED:
         parameters = model.ebc.embedding_bags[table.name].parameters()

@@ -106,7 +106,7 @@ def test_what_is_hidden_needs_no_replicas_and_what_is_exposed_does() -> None:
 
 def test_a_faster_all_reduce_wants_the_frequent_rows() -> None:
     works = [work("skewed", 1.2), work("flat", 0.2)]
-    network = curves(gbytes_per_s=0.005, reduce_gbytes_per_s=0.0095, latency_ms=0.01)
+    network = curves(gbytes_per_s=0.005, reduce_gbytes_per_s=0.05, latency_ms=0.01)
     skewed, flat = hot_counts(works, pricer(network))
     assert skewed > 50
     assert flat < skewed / 2
