@@ -17,7 +17,8 @@ from torchrec_picasso.placement import Form
 
 _WORD_BYTES = 8
 _WORD_BITS = 64
-_FLAGS = 3  # words of the header that are no counts
+HEADER_FLAGS = 3
+"""Words of a header that are no counts."""
 _LENGTH_BYTES = 4
 _WIRE_BYTES = 4  # a float32 element
 _LARGEST_INT32 = 2**31 - 1
@@ -263,7 +264,7 @@ def level_bytes(by_host: ByHost, world_size: int) -> dict[str, dict[str, float]]
 
 def _count_bytes(num_packs: int) -> float:
     """Returns the bytes of a header from one rank to another, of one chunk, without bits."""
-    return _WORD_BYTES * (num_packs + _FLAGS)
+    return _WORD_BYTES * (num_packs + HEADER_FLAGS)
 
 
 def _bit_bytes(totals: HotColdTotals) -> float:

@@ -16,14 +16,19 @@ from torchrec_picasso.app.simulation.stock_traffic import StockTraffic
 from torchrec_picasso.app.simulation.wire import Wire, link_share
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import COLLECTIVES, Curve
-from torchrec_picasso.cost.hot_cold import ByHost, HotColdTotals, exchange_bytes, level_bytes
+from torchrec_picasso.cost.hot_cold import (
+    HEADER_FLAGS,
+    ByHost,
+    HotColdTotals,
+    exchange_bytes,
+    level_bytes,
+)
 from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.cost.schedule_time import StepPrice
 from torchrec_picasso.cost.step_price import CountedStep, StepPricer, chunk_shares
 from torchrec_picasso.cost.stock import StockCost, StockTotals, cost_of_totals, over_mean
 from torchrec_picasso.errors import PlanError
 
-_HEADER_FLAGS = 3
 _STOCK_EXCHANGES = 5
 """Splits, lengths, ids, vectors and gradients, of each module."""
 
@@ -89,7 +94,7 @@ class Pricing:
         curves = curves_of(self.curves, cluster)
 
         def priced(num_parts: int) -> tuple[float, int, StepPrice]:
-            num_words, busiest = _HEADER_FLAGS + num_packs * num_parts, {}
+            num_words, busiest = HEADER_FLAGS + num_packs * num_parts, {}
             for name, wire in wires.items():
                 found = wire.busiest_bytes()
                 busiest[name] = found | {"header": found["header"] * num_words + found["bits"]}
