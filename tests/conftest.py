@@ -1,5 +1,6 @@
-"""Marks that depend on the machine, and where real id streams lie."""
+"""Marks that depend on the machine, where real id streams lie, and seeds."""
 
+import random
 from pathlib import Path
 
 import hypothesis
@@ -38,6 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, skip in skips.items():
             if item.get_closest_marker(name) is not None:
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Each test draws the same numbers in every run; ranks seed themselves."""
+    random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

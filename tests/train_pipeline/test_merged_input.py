@@ -172,10 +172,10 @@ class Written(Model):
 
 
 class Chance(Model):
-    """Random numbers of no batch, equal in nearly all steps."""
+    """A random number of no batch, which changes nothing."""
 
     def look_up(self, features: KeyedJaggedTensor) -> Any:
-        by = int(random.random() < 1e-3)
+        by = int(random.random() < 0)
         return self.ebc(_with_ids(features, (features.values() + by) % ROWS))
 
 
