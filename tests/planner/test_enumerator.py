@@ -54,6 +54,23 @@ def test_the_stored_space_is_a_copy_with_the_hot_rows() -> None:
     assert stored[0].shards[0].rank is None
 
 
+def test_the_order_does_not_follow_string_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def order() -> list[tuple[str, str, str]]:
+        space = HotColdEnumerator(topology("cuda"), 4, {"b": 1}).enumerate(Model(), SHARDERS)
+        return [(o.name, o.sharding_type, o.compute_kernel) for o in space]
+
+    usual = order()
+    kernels = EmbeddingEnumerator._filter_compute_kernels
+    types = EmbeddingEnumerator._filter_sharding_types
+    monkeypatch.setattr(
+        EmbeddingEnumerator, "_filter_compute_kernels", lambda *args: kernels(*args)[::-1]
+    )
+    monkeypatch.setattr(
+        EmbeddingEnumerator, "_filter_sharding_types", lambda *args: types(*args)[::-1]
+    )
+    assert order() == usual
+
+
 def test_memory_of_stock_tables_is_untouched() -> None:
     stock = EmbeddingEnumerator(topology(), 4).enumerate(Model(), SHARDERS)
     ours = HotColdEnumerator(topology(), 4, {"b": 1}).enumerate(Model(), SHARDERS)

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 
 from tests.sharding.jobs import (
     ODD,
@@ -24,6 +27,7 @@ from tests.sharding.jobs import (
     assert_same_results,
     build,
     run_jobs,
+    train,
 )
 from tests.support.shared_run import run_once
 from torchrec_picasso.app.launch.run_ranks import run_ranks
@@ -229,3 +233,33 @@ def test_wire_precision(what: str, wire: str) -> None:
     assert rounded[0].losses != exact[0].losses
     assert rounded[1].losses != exact[1].losses
     assert_same_results(rounded, exact, WIRE_RTOL, WIRE_ATOL)
+
+
+STEPLESS: dict[str, Job] = {
+    f"{where}, {two_tables=}, samples {sizes}": Job(
+        placement={"*": where},
+        tables=_summed(PLAIN),  # stock cannot form a mean over no samples
+        batch_sizes=sizes,
+        num_steps=4,
+        two_tables=two_tables,
+    )
+    for where, two_tables in (("table_wise", False), (0, False), (2, False), (2, True))
+    for sizes in ((0, 0), (6, 0), (1, 1))
+}
+
+
+def _steps_counted(rank: int, world_size: int) -> dict[str, set[int]]:
+    """What the kernels of every job count as steps, for the bias correction of Adam's like."""
+    counted = {}
+    for name, job in STEPLESS.items():
+        model = build(job, rank, world_size)
+        train(model, job, rank, range(job.num_steps))
+        modules = [module for lookup in model.module.ebc._lookups for module in lookup.modules()]
+        kernels = [m for m in modules if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
+        counted[name] = {int(kernel.iter) for kernel in kernels}
+    return counted
+
+
+def test_steps_without_rows_count_as_in_stock() -> None:
+    for counted in run_ranks(_steps_counted, 2, timeout_s=60):
+        assert counted == {name: {4} for name in STEPLESS}
