@@ -160,20 +160,3 @@ def test_unknown_forms_hot_bags_and_no_micro_batches_are_refused() -> None:
 def test_refused_rows(rows: list[int], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         HotColdParams(hot_rows=rows)
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (range(4), "table 't' has 3 rows, but 4 hot rows were requested; request at most 3"),
-        ([0, 3], r"hot row 3 lies outside table 't', whose rows are 0\.\.2; choose hot rows"),
-    ],
-)
-def test_check_refuses_what_the_table_cannot_hold(rows: list[int], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        HotColdParams(hot_rows=rows).check("t", num_embeddings=3)
-
-
-@pytest.mark.parametrize("rows", [[], [2], [0, 1, 2]], ids=["none", "last", "all"])
-def test_check_accepts_what_it_can(rows: list[int]) -> None:
-    HotColdParams(hot_rows=rows).check("t", num_embeddings=3)

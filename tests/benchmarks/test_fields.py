@@ -23,7 +23,6 @@ from torchrec_picasso.app.zoo.data import alimama, globo
 from torchrec_picasso.app.zoo.data.alimama import generate_alimama
 from torchrec_picasso.app.zoo.data.click_files import read_clicks
 from torchrec_picasso.app.zoo.data.criteo_files import ID_COLUMNS
-from torchrec_picasso.app.zoo.data.shares import HELDOUT, TRAIN, Shares
 from torchrec_picasso.errors import InputError
 
 NAMES = ("table_wise", "planner", "ours_plain", "all_rows", "rows:2:7", "bags:2")
@@ -224,29 +223,6 @@ def test_missing_ids_are_row_0(tmp_path: Path) -> None:
     assert [of.tolist() for of in clicks.histories["brand"]] == [[], [3, 3]]
 
 
-def test_globos_clicks_are_those_of_a_loop_in_time_order(globo_file: Path) -> None:
-    clicks = read_clicks(globo_file)
-    assert clicks.in_time_order
-    history = list(clicks.histories["article"])
-    of_user: dict[int, list[int]] = {}
-    sample = 0
-    for num_seen, click in enumerate(globo_frame().sort_values("ts_ms").itertuples()):
-        seen = of_user.setdefault(click.user, [])
-        if num_seen:  # the first click has none before it that was not clicked
-            assert clicks.clicked[sample] == 1
-            assert clicks.targets["article"][sample] == click.article + 1
-            assert clicks.profiles["user"][sample] == click.user + 1
-            assert history[sample].tolist() == seen[-50:]
-            sample += 1
-            if sample < len(clicks) and clicks.clicked[sample] == 0:
-                assert clicks.profiles["user"][sample] == click.user + 1
-                assert history[sample].tolist() == seen[-50:]
-                assert clicks.targets["article"][sample] != click.article + 1
-                sample += 1
-        seen.append(click.article + 1)
-    assert sample == len(clicks) > 1.5 * NUM_CLICKS
-
-
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
@@ -268,18 +244,6 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
     for name in ("a.parquet", "missing.parquet"):
         with pytest.raises(InputError, match=f"{name}: no Parquet file that can be read"):
             read_clicks(tmp_path / name)
-
-
-def test_samples_in_time_order_are_taken_once_and_held_out_before() -> None:
-    asked: Any = {"num_samples": 100, "batch_size": 8, "world_size": 2, "seed": 0, "start": 50}
-    shares = Shares(in_time_order=True, **asked)
-    taken = [
-        shares.samples(stream, rank, step).tolist()
-        for stream, step in ((HELDOUT, 1), (HELDOUT, 0), (TRAIN, 0), (TRAIN, 1))
-        for rank in (0, 1)
-    ]
-    assert [sample for batch in taken for sample in batch] == list(range(18, 82))
-    assert shares.samples(TRAIN, 0, 3).tolist() == [98, 99, *range(6)]  # from the first again
 
 
 @pytest.mark.parametrize(("kind", "ours"), [("generated", "all_rows"), ("globo", "all_rows_plain")])

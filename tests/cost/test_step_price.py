@@ -241,14 +241,6 @@ def test_dense_work_hides_the_exchange_and_more_parts_hide_more() -> None:
     assert best.step_ms >= max(best.wire_ms, best.compute_ms)
 
 
-def test_a_message_takes_its_share_of_the_core() -> None:
-    totals = HotColdTotals.sum([HotColdTotals.from_table(work(0.6), 0)] * 20)
-    dense = DenseTimes.from_total(800.0)
-    free = StepPricer(network(0.02, core_ns=0.0), 2, dense).price(totals)
-    taken = StepPricer(network(0.02, core_ns=50.0), 2, dense).price(totals)  # 20 MB/s: all of it
-    assert taken.step_ms > free.step_ms + 0.6 * free.wire_ms
-
-
 def test_stock_tables_beside_the_exchange_are_exposed() -> None:
     works = [work(0.6) for _ in range(20)]
     stock = stock_cost("table_wise", works, network(), 2)

@@ -2,24 +2,15 @@
 
 import torch
 from torch import nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.types import ShardingType
 
+from tests.sharding.jobs import RowWiseOnCpuSharder
 from tests.support.tables import bags_of, sequences_of, tables_of
 from torchrec_picasso.frequency import FrequencyStats, TableCounts
 
 META = torch.device("meta")
 ROWS = {"a": 10, "b": 100, "c": 5}
 DIM = 8
-
-
-class RowWiseOnCpuSharder(EmbeddingBagCollectionSharder):
-    """Offers row-wise on every device; not able to place hot rows."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        types = super().sharding_types(compute_device_type)
-        return list(dict.fromkeys([*types, ShardingType.ROW_WISE.value]))
 
 
 class AbleSharder(RowWiseOnCpuSharder):

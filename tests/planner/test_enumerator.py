@@ -14,7 +14,8 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.distributed.types import CacheAlgorithm, CacheParams
 
-from tests.planner.samples import DIM, AbleSharder, Model, RowWiseOnCpuSharder, stats, topology
+from tests.planner.samples import DIM, AbleSharder, Model, stats, topology
+from tests.sharding.jobs import RowWiseOnCpuSharder
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.enumerator import HotColdEnumerator

@@ -23,7 +23,6 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import data_parallel, row_wise, table_wise
-from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.optim import optimizers
 
 import torchrec_picasso as picasso
@@ -99,8 +98,6 @@ class Job:
     seed: int = 0
     by_host: tuple[str, ...] = ()
     """Tables whose rows travel by host, of those whose rows travel; ``"*"`` stands for all."""
-    regrouped: bool = False
-    """Whether the model takes its columns from a ``KTRegroupAsDict``, the last ones first."""
 
     def batch_size(self, rank: int) -> int:
         return self.batch_sizes[rank % len(self.batch_sizes)]
@@ -139,19 +136,14 @@ class Model(nn.Module):
         torch.manual_seed(job.seed)
         self.ebc = bags_of(job.tables, is_weighted=job.weighted)
         self.keys = keys_of(job.tables)
-        self.regroup: KTRegroupAsDict | None = None
-        if job.regrouped:
-            self.regroup = KTRegroupAsDict([self.keys[-1:], self.keys[:-1]], ["last", "first"])
         self.over = nn.Linear(sum(t.dim * len(t.features) for t in job.tables), 1)
 
+    def look_up(self, batch: Batch) -> Any:
+        return self.ebc(batch.sparse_features)
+
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        pooled = self.ebc(batch.sparse_features)
-        if self.regroup is None:
-            columns = [pooled[key] for key in self.keys]
-        else:
-            groups = self.regroup([pooled])
-            columns = [groups["first"], groups["last"]]
-        out = self.over(torch.cat(columns, dim=1)).squeeze(1)
+        pooled = self.look_up(batch)
+        out = self.over(torch.cat([pooled[key] for key in self.keys], dim=1)).squeeze(1)
         # not a mean: that would be nan for a rank without samples
         loss = ((out - batch.labels) ** 2).sum() / 6
         return loss, out.detach()
@@ -189,7 +181,7 @@ class RowWiseOnCpuSharder(EmbeddingBagCollectionSharder):
     """TorchRec's own sharder, which leaves row-wise out on CPU, with it put back."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [*super().sharding_types(compute_device_type), "row_wise"]
+        return list(dict.fromkeys([*super().sharding_types(compute_device_type), "row_wise"]))
 
 
 def build(job: Job, rank: int, world_size: int) -> DistributedModelParallel:

@@ -1,8 +1,7 @@
 """Checkpoints are plain TorchRec's: the same keys, types and shapes, loadable both ways.
 
-A run is cut in two by ``torch.distributed.checkpoint``; the second half is trained by another
-placement. Its losses, weights and optimizer state must equal the uncut run's, within the float32
-order of sums that test_exactness.py allows.
+That training goes on under another placement, on other ranks, is a test of
+``tests/benchmarks/test_reliability.py``.
 
 Tables of few rows, which ranks can hardly share: 1 to 9 rows on 1 to 4 ranks. A checkpoint tells
 the blocks of a table apart by where they start, so an empty block in front of a full one would
@@ -31,7 +30,6 @@ from tests.sharding.jobs import (
     Job,
     Model,
     Result,
-    assert_same_results,
     build,
     checkpoint_of,
     dense_optimizer,
@@ -49,7 +47,6 @@ from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_plan
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.frequency import FrequencyStats
 
-FIRST, SECOND = range(5), range(5, 10)
 STOCK = Job(placement={"*": "row_wise"}, optimizer="adagrad")
 OURS = Job(placement={"*": 4}, optimizer="adagrad")
 OTHER_HOT = Job(placement={"a": 30, "b": 1, "c": 0}, optimizer="adagrad")
@@ -57,11 +54,9 @@ ALL_HOT = Job(placement={t.name: t.rows for t in PLAIN}, optimizer="rowwise_adag
 JOBS = {"stock": STOCK, "ours": OURS, "other_hot": OTHER_HOT}
 PLACED = {
     **JOBS,
-    "lopsided": dataclasses.replace(OURS, lopsided=True),
     "two_tables": dataclasses.replace(OURS, two_tables=True),
     "table_wise": dataclasses.replace(STOCK, placement={"*": "table_wise"}),
     "bags": dataclasses.replace(OURS, placement={"*": "bags"}),
-    "rows_and_bags": dataclasses.replace(OURS, placement={"*": "bags", "a": 4}),
 }
 
 
@@ -97,64 +92,6 @@ def test_keys_types_and_shapes_are_those_of_the_stock_placement(world_size: int)
         for name in ("ours", "other_hot", "two_tables"):
             assert rank[name] == rank["stock"]
         assert rank["bags"] == rank["table_wise"]
-
-
-PAIRS = (
-    ("ours", "stock"),
-    ("stock", "ours"),
-    ("ours", "other_hot"),
-    ("lopsided", "stock"),
-    ("stock", "lopsided"),
-    ("two_tables", "stock"),
-    ("stock", "two_tables"),
-    ("two_tables", "other_hot"),
-    ("bags", "stock"),
-    ("table_wise", "bags"),
-    ("rows_and_bags", "other_hot"),
-)
-"""Placements of the first half and of the second."""
-
-
-def _cut_in_two(rank: int, world_size: int, folder: Path) -> dict[Any, Result]:
-    """Trains and saves half under each placement; the other half under another that loads it.
-
-    Either with ``load_state_dict`` or by what ``dcp.load`` writes into tensors.
-    """
-    losses, found = {}, {}
-    for first in dict.fromkeys(first for first, _ in PAIRS):
-        model = build(PLACED[first], rank, world_size)
-        losses[first] = train(model, PLACED[first], rank, FIRST)
-        dcp.save(checkpoint_of(model), checkpoint_id=folder / first)
-    for first, second in PAIRS:
-        for load_strictly in (True, False):
-            job = PLACED[second]
-            resumed = build(job, rank, world_size)
-            # train a step first: replicas are filled and wrong, and must notice what is loaded
-            train(resumed, job, rank, [99])
-            state = checkpoint_of(resumed)
-            dcp.load(state, checkpoint_id=folder / first)
-            if load_strictly:
-                resumed.load_state_dict(state["model"])
-                resumed.fused_optimizer.load_state_dict(state["optim"])
-            both = losses[first] + train(resumed, job, rank, SECOND)
-            found[first, second, load_strictly] = result_of(resumed, both)
-    return {**found, "uncut": run_jobs(rank, world_size, {"stock": STOCK})["stock"]}
-
-
-@pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Result]]:
-    return run_ranks(_cut_in_two, 2, tmp_path_factory.mktemp("halves"), timeout_s=200)
-
-
-@pytest.mark.parametrize(("first", "second"), PAIRS)
-@pytest.mark.parametrize("load_strictly", [True, False])
-def test_training_continues_under_another_placement(
-    cut: list[dict[Any, Result]], first: str, second: str, load_strictly: bool
-) -> None:
-    resumed, uncut = (
-        [found[key] for found in cut] for key in ((first, second, load_strictly), "uncut")
-    )
-    assert_same_results(resumed, uncut)
 
 
 def _write_in_flight(rank: int, world_size: int, job: Job) -> tuple[float, float, list[Tensor]]:

@@ -10,7 +10,6 @@ hence the tolerance. What needs no sum over ranks, the replicas, is bit-equal.
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -20,10 +19,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 
 from tests.sharding.jobs import (
-    ATOL,
     ODD,
     PLAIN,
-    RTOL,
     Job,
     Result,
     Table,
@@ -46,10 +43,6 @@ def _summed(tables: tuple[Table, ...]) -> tuple[Table, ...]:
     return tuple(dataclasses.replace(table, mean=False) for table in tables)
 
 
-ROW_WISE_ONLY = ("weighted_mean",)
-"""Stock divides a weighted mean by the sum of weights row-wise, by the count table-wise."""
-
-
 def _variants() -> dict[str, Job]:
     """The jobs, each trained by every placement below."""
     base = Job(placement={}, num_steps=NUM_STEPS)
@@ -66,7 +59,6 @@ def _variants() -> dict[str, Job]:
             kwargs_of_table={"b": {"lr": 0.02}, "c": {"eps": 1e-2}},
         ),
         "weighted": dataclasses.replace(base, weighted=True, tables=_summed(PLAIN)),
-        "weighted_mean": dataclasses.replace(base, weighted=True),
         "odd": dataclasses.replace(base, tables=ODD),
         "odd_sgd_uneven": dataclasses.replace(
             base, tables=ODD, optimizer="sgd", optimizer_kwargs={"lr": 0.01}, batch_sizes=UNEVEN
@@ -77,7 +69,6 @@ def _variants() -> dict[str, Job]:
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "table_wise": {"*": "table_wise"},
-    "row_wise": {"*": "row_wise"},
     "no_hot": {"*": 0},
     "some_hot": {"*": 2, "one_row": 1},
     "all_hot": {},
@@ -94,10 +85,10 @@ IN_TWO_TABLES = {"some_hot_apart": "some_hot", "lopsided_apart": "lopsided_homes
 """Placements whose replicas are a table of their own; by those they shall equal."""
 PLACEMENTS |= {name: PLACEMENTS[like] for name, like in IN_TWO_TABLES.items()}
 PLACEMENTS_OF = {
-    1: ("table_wise", "row_wise", "no_hot", "some_hot", "mixed", "rows_and_bags", "some_hot_apart"),
+    1: ("table_wise", "no_hot", "some_hot", "mixed", "rows_and_bags", "some_hot_apart"),
     2: tuple(PLACEMENTS),
     3: (
-        *("table_wise", "row_wise", "no_hot", "some_hot", "all_hot", "mixed", "lopsided_homes"),
+        *("table_wise", "no_hot", "some_hot", "all_hot", "mixed", "lopsided_homes"),
         *("in_waves", "bags", "rows_and_bags"),
     ),
 }
@@ -108,15 +99,13 @@ OF_LAYOUT = (
 )
 """These differ from others in who holds which row, as one rank and three do from two; that changes
 nothing of an optimizer, so they train few variants."""
-OURS = tuple(name for name in PLACEMENTS if name not in ("table_wise", "row_wise"))
+OURS = tuple(name for name in PLACEMENTS if name != "table_wise")
 
 
 def _placed(variant: str, placement: str) -> Job | None:
     job = _variants()[variant]
     if placement == "beside_row_wise" and job.batch_sizes == UNEVEN:
         return None  # gloo gathers no gradients of batches of different size
-    if len(job.tables) > 3 and placement == "row_wise":
-        return None  # stock row-wise on CPU is wrong for 0-row shards beside other dims
     if placement == "all_hot":
         places: dict[str, Any] = {table.name: table.rows for table in job.tables}
     else:
@@ -134,16 +123,14 @@ def _variants_of(world_size: int, placement: str) -> list[str]:
     return list(FEW_VARIANTS if world_size != 2 or placement in OF_LAYOUT else _variants())
 
 
-def _cases(
-    placements: tuple[str, ...], variants: Iterable[str] | None = None
-) -> list[tuple[int, str, str]]:
+def _cases(placements: tuple[str, ...]) -> list[tuple[int, str, str]]:
     return [
         (world_size, placement, variant)
         for world_size, trained in PLACEMENTS_OF.items()
         for placement in placements
         if placement in trained
         for variant in _variants_of(world_size, placement)
-        if (variants is None or variant in variants) and _placed(variant, placement) is not None
+        if _placed(variant, placement) is not None
     ]
 
 
@@ -161,30 +148,11 @@ def _trained(world_size: int, variant: str, placement: str) -> list[Result]:
     return [found[f"{variant}/{placement}"] for found in run_once(_run, world_size)]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "placement", "variant"), _cases(OURS, set(_variants()) - set(ROW_WISE_ONLY))
-)
+@pytest.mark.parametrize(("world_size", "placement", "variant"), _cases(OURS))
 def test_equals_stock_table_wise(world_size: int, placement: str, variant: str) -> None:
     stock = _trained(world_size, variant, "table_wise")
     assert all(math.isfinite(loss) for of_rank in stock for loss in of_rank.losses)
     assert_same_results(_trained(world_size, variant, placement), stock)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "placement", "variant"),
-    _cases(
-        ("no_hot", "some_hot", "all_hot"),
-        [variant for variant, job in _variants().items() if len(job.tables) == 3],
-    ),
-)
-def test_equals_stock_row_wise_by_shard(world_size: int, placement: str, variant: str) -> None:
-    both = (_trained(world_size, variant, where) for where in ("row_wise", placement))
-    for stock, ours in zip(*both):
-        torch.testing.assert_close(ours.losses, stock.losses, rtol=RTOL, atol=ATOL)
-        for kind in ("weights", "states"):
-            actual, expected = getattr(ours, kind), getattr(stock, kind)
-            assert list(actual) == list(expected)
-            torch.testing.assert_close(actual, expected, rtol=RTOL, atol=ATOL)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

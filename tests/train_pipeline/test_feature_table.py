@@ -11,13 +11,10 @@ from tests.sharding.jobs import Result
 from tests.train_pipeline.feature_cells import Feature, Outcome
 from tests.train_pipeline.feature_table import (
     PAGE,
-    PIPELINES,
     DiffersError,
     Ran,
-    folded,
     page_of,
     run_all,
-    shorter,
     surface_words,
     words,
 )
@@ -42,44 +39,6 @@ def test_the_page_is_what_ran() -> None:
     assert compared(PAGE.read_text()) == compared(page_of(*run_all())), (
         "a cell ran otherwise; python -m tests.train_pipeline.feature_table writes the page"
     )
-
-
-def test_lines_that_end_alike_are_one() -> None:
-    assert folded(["a", "b", "b, c", "d, planned", "d, placed", "e, f", "e, g"]) == (
-        "a; b (alone; c); d; e (f; g)"
-    )
-    refused = "refused: CompatError: hot/cold tables 't_a', 't_b': no kernel"
-    stock = ("works", "stock path: tables: computed once per batch")
-    words_of = {
-        **{("x", kind): (refused, refused) for kind in ("bags", "sequences")},
-        **{("y", kind): ("works", "works") for kind in ("bags", "sequences")},
-        ("z", "bags"): ("works", "works"),
-        ("z", "sequences"): stock,
-    }
-    cells = {
-        key: {(p, phase): text for p, text in zip(PIPELINES, texts) for phase in ("train", "eval")}
-        for key, texts in words_of.items()
-    }
-    page = page_of(cells, {"s": ("-", refused), "t": ("works", "works")})
-    for line in (
-        "- Works, both: y.",
-        "- Works, EmbeddingBagCollection (bags): z.",
-        "**refused**\n\n- x: no kernel",
-        "**works / stock path**\n\n- z (sequences): computed once per batch",
-        "**refused**\n\n- s: no kernel",
-        "Works: t.",
-    ):
-        assert f"\n{line}\n" in page
-
-
-def test_reasons_are_without_the_names_of_the_run() -> None:
-    for reason, expected in (
-        ("CompatError: hot/cold table 't_a' has compute kernel 'k'", "not a kernel"),
-        ("PlanError: hot_rows names table 't_a', which cannot be hot/cold: no rows", "no rows"),
-        ("micro-batches refused: CompatError: tables: its input is odd", "1 micro-batch: input"),
-        ("ValueError: no", "ValueError: no"),
-    ):
-        assert shorter(reason).startswith(expected)
 
 
 def _ran(value: float, summary: str = "tables: interleaved\n2 micro-batches") -> Outcome:

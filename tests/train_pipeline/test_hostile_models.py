@@ -81,6 +81,31 @@ class CountsItself(Scaled):
         return 1 + self.num_calls // 4
 
 
+class CountsInBuffer(programs.Head):
+    """A count of forwards that a checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+
+    def tower(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return super().tower(x)
+
+
+class Remembers(programs.Head):
+    """Keeps what it saw, and computes nothing from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes, self.last = list[int](), torch.zeros(1)
+
+    def tower(self, x: Tensor) -> Tensor:
+        self.sizes.append(len(x))
+        self.last.copy_(x.detach().mean())
+        return super().tower(x)
+
+
 class Spectral(programs.Head):
     def __init__(self) -> None:
         super().__init__()
@@ -260,6 +285,7 @@ RANKS = programs.changed(
     output=lambda head, out, batch: (out.argsort().argsort(), out > out.median())
 )
 SHOWS_WEIGHT = programs.changed(output=lambda head, out, batch: (out.detach(), head.over.bias[0]))
+SUMMED = programs.changed(loss=lambda head, out, batch: ((out - batch.labels) ** 2).sum() / 100)
 CENTRED = programs.changed(logits=lambda head, x: _Centre.apply(programs.Head.logits(head, x)))
 
 
@@ -371,6 +397,13 @@ PROGRAMS = {
     "count in a class": replace(_DIFFERS, head=CountsInClass),
     "count in an object of the class": replace(_DIFFERS, head=CountsInObject),
     "count in itself": replace(_DIFFERS, head=CountsItself),
+    "count in a buffer": programs.Program(
+        head=CountsInBuffer, refusal="a buffer or tensor of head differs after the forward"
+    ),
+    "memory": programs.Program(
+        head=Remembers, refusal="the attributes of head differ after the forward"
+    ),
+    "sum over samples": programs.Program(head=SUMMED, refusal="loss_reduction='sum'"),
     "spectral norm": programs.Program(head=Spectral, refusal="differs"),
     "collective": programs.Program(
         head=Communicates,

@@ -36,17 +36,7 @@ from torchrec_picasso.errors import CompatError
 JOB = Job(placement={"*": 2}, tables=PLAIN)
 
 
-class _Other(Model):
-    def look_up(self, batch: Batch) -> Any:
-        raise NotImplementedError
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        pooled = self.look_up(batch)
-        out = self.over(torch.cat([pooled[key] for key in self.keys], dim=1)).squeeze(1)
-        return ((out - batch.labels) ** 2).sum() / 6, out.detach()
-
-
-class Changing(_Other):
+class Changing(Model):
     """Draws before it looks up, so that the tables are left alone."""
 
     def look_up(self, batch: Batch) -> Any:
@@ -61,7 +51,7 @@ def drawn(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     )
 
 
-class _Hidden(_Other):
+class _Hidden(Model):
     """Looks up in a function that the tracer does not look into."""
 
     def look_up(self, batch: Batch) -> Any:

@@ -21,7 +21,7 @@ from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
 from tests.train_pipeline import runs
 from torchrec_picasso import CompatError
-from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.errors import InputError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement
 from torchrec_picasso.proof import proof
@@ -216,20 +216,6 @@ def _run(rank: int, world_size: int) -> dict[str, tuple[runs.Run, runs.Run]]:
 @pytest.mark.parametrize("name", list(CASES))
 def test_training_goes_on_as_the_plain_loop_over_the_same_batches(name: str) -> None:
     runs.compare_runs([results[name] for results in run_once(_run, 2)], 0, 1)
-
-
-def _one_rank_raises(rank: int, world_size: int) -> None:
-    model = build(HOT_COLD, rank, world_size)
-    pipeline = runs.pipeline_of(model, num_micro_batches=2)
-    batches = iter(runs.batches_of(HOT_COLD, rank, STEPS))
-    pipeline.progress(batches)
-    with _broken_forward(model, 1) if rank == 1 else nullcontext():
-        runs.run_to_the_end(pipeline, batches)
-
-
-def test_one_rank_that_raises_ends_the_others_and_is_named() -> None:
-    with pytest.raises(RankError, match="rank 1 raised BrokenError"):
-        run_ranks(_one_rank_raises, 2, timeout_s=60)
 
 
 def _another_model(rank: int, world_size: int) -> tuple[runs.Run, runs.Run]:

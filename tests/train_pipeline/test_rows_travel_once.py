@@ -7,7 +7,7 @@ touches. The expected numbers come from the batches by plain numpy, never from t
 messages are read off PyTorch's dispatcher. All of it is exact. Clean are rows that no
 rank used in the step before.
 
-And what is special about tables whose bags travel: what is sent, and what is refused.
+And what tables whose bags travel send.
 """
 
 import dataclasses
@@ -17,13 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
-from torchrec.distributed.sharding_plan import table_wise
 
 from tests.sharding.jobs import Job, Table, build, make_batch
-from tests.support.placing import CPU, place, world_env
-from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
 from tests.support.wire import Message, MessageRecorder, elements
 from tests.train_pipeline.runs import (
@@ -34,12 +31,6 @@ from tests.train_pipeline.runs import (
     make_driver,
     pipeline_of,
     run_to_the_end,
-)
-from torchrec_picasso import (
-    CompatError,
-    HotColdEmbeddingCollectionSharder,
-    HotColdParams,
-    PlanError,
 )
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.ops.row_order import CLEAN
@@ -270,38 +261,3 @@ def test_each_lookup_is_sent_once_and_each_bags_length(driver: Driver) -> None:
         ]
         expected = sum(int(of_bags.sum()) + of_bags.numel() for of_bags in lengths)
         assert elements(recorded[driver], torch.int32) == expected
-
-
-def _refused(rank: int, world_size: int) -> dict[str, str]:
-    told = {}
-    job = dataclasses.replace(BAG_JOB, weighted=True)
-    batch = make_batch(job, rank, 0)
-    batch.sparse_features.weights().requires_grad_()
-    told["weights that want gradients"] = refusal(CompatError, build(job, rank, world_size), batch)
-
-    ebc, features = build(job, rank, world_size).module.ebc, make_batch(job, rank, 0)
-    context = ebc.create_context()
-    ((laid_out,),) = [ebc.input_dist(context, features.sparse_features).wait().wait()]
-    laid_out._weights = laid_out.weights() * 2  # as a feature processor leaves it
-    told["weights that changed"] = refusal(
-        CompatError, ebc.compute_and_output_dist, context, [laid_out]
-    )
-
-    table = EmbeddingConfig(name="t", embedding_dim=8, num_embeddings=10, feature_names=["f"])
-    module = EmbeddingCollection(tables=[table], device=CPU)
-    sharder = HotColdEmbeddingCollectionSharder()
-    plan = place(module, sharder, {"t": table_wise(rank=0)}, {"t": HotColdParams(form="bags")})
-    told["sequences"] = refusal(PlanError, sharder.shard, module, plan, world_env(), CPU, "ec")
-    return told
-
-
-def test_what_has_no_bags_or_other_weights_is_refused() -> None:
-    for told in run_once(_refused, 2):
-        assert "want gradients" in told["weights that want gradients"]
-        assert "form='rows'" in told["weights that want gradients"]
-        assert told["weights that changed"].startswith(
-            "per-sample weights changed between the input dist and the lookup"
-        )
-        assert "use form='rows'" in told["weights that changed"]
-        why = "table 't' is looked up as sequences, so it has no bags"
-        assert told["sequences"].startswith(why)

@@ -184,24 +184,6 @@ def _halve(model: Any) -> None:
             parameter.mul_(0.5)
 
 
-def _write_where_it_stopped(rank: int, world_size: int) -> dict[str, Run]:
-    """Between two iterators, with two batches in flight."""
-    mine, plain = (build(ROWS, rank, world_size) for _ in range(2))
-    pipeline = pipeline_of(mine, num_micro_batches=2, execute_all_batches=False)
-    outputs = run_to_the_end(pipeline, iter(batches_of(ROWS, rank, range(4))))
-    _halve(mine)
-    outputs += run_to_the_end(pipeline, iter(batches_of(ROWS, rank, range(4, 7))))
-    batches = batches_of(ROWS, rank, range(5))
-    expected = plain_steps(
-        plain, batches, before_step=lambda step: _halve(plain) if step == 2 else None
-    )
-    return {"mine": (result_of(mine, []), outputs), "plain": (result_of(plain, []), expected)}
-
-
-def test_a_write_while_batches_wait_for_an_iterator_is_found() -> None:
-    compare_runs(run_ranks(_write_where_it_stopped, 2, timeout_s=60), "mine", "plain")
-
-
 COLD = Job(placement={"*": 0, "c": "bags"})
 CASES_OF_READS = [
     (f"{kind}, ranks {ranks}, {fails=}", job, ranks, fails)
