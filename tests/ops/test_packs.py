@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable, bits_to_words
+from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable, bits_to_words, flags_of
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.placement import owner_pooled_waves
 
@@ -48,9 +48,9 @@ def test_any_integer_type_of_rows() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_the_union_of_all_ranks_slots_is_found_by_pack(num_hot: int, num_ranks: int) -> None:
     rng = random.Random(num_hot)
-    touched_WH = torch.tensor(
-        [[rng.random() < 0.1 for _ in range(num_hot)] for _ in range(num_ranks)], dtype=torch.bool
-    ).view(num_ranks, num_hot)
+    touched_WH = torch.zeros(num_ranks, flags_of(num_hot), dtype=torch.uint8)
+    for touched_H in touched_WH[:, :num_hot]:
+        touched_H.copy_(torch.tensor([rng.random() < 0.1 for _ in range(num_hot)]))
     bits_WX = np.stack([bits_to_words(mask_H).numpy() for mask_H in touched_WH])
     assert bits_WX.shape == (num_ranks, -(-num_hot // 64))
     union_t = touched_WH.any(0).nonzero().flatten()

@@ -51,7 +51,7 @@ def _kernel(job: Job = JOB) -> HotColdKernel:
 
 
 def _touched(storage: RowStorage, slots_t: np.ndarray) -> TouchedHot:
-    (touched,) = HotHomes.find_own([storage.hot_homes], [slots_t])
+    ((_, touched),) = HotHomes.find_own([storage.hot_homes], [slots_t], [slots_t])
     return touched
 
 

@@ -1,9 +1,9 @@
 """The linear id space: all tables of a route as one range of integers.
 
 ``linear_id = table_base + row``, with the tables of one pack side by side. The pack of a row, its
-home rank and its row number there follow from the linear id by one binary search over the ``T * W``
-block starts, so no step contains a Python loop over tables. Home ranks may store different numbers
-of rows; empty blocks (fewer rows than ranks) are valid.
+home rank and its row number there follow from the linear id by one binary search over blocks and
+hot rows, so no step contains a Python loop over tables. Home ranks may store different numbers of
+rows; empty blocks (fewer rows than ranks) are valid.
 
 The conversion of rows to linear ids uses numpy on the CPU. Features are long segments of lookups,
 and numpy repeats a number and finds a maximum in those many times faster: on one core, 4.4 million
@@ -27,7 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_WORD_BYTES = 8
+from torchrec_picasso.ops.streams import kept_by_stream
+
+_WORD_BITS = 64
 _UNSIGNED = {torch.int32: np.uint32, torch.int64: np.uint64}
 
 
@@ -236,16 +238,29 @@ def shift_rows(
 def segment_of(end_J: Tensor, num: int) -> Tensor:
     """Returns the segment of each of ``num`` entries, int64, by the end of each one, ascending. Few
     long segments: a GPU's ``repeat_interleave`` fills each of them with a single warp."""
-    return torch.searchsorted(end_J, torch.arange(num, device=end_J.device), right=True)
+    return torch.searchsorted(end_J, counting(end_J.device, num), right=True)
 
 
-def bits_to_words(mask_H: Tensor) -> Tensor:
-    """Packs a bool mask into int64 words of 64 bits each, little-endian."""
-    if not mask_H.numel():
-        return mask_H.new_empty(0, dtype=torch.int64)
-    num_words = -(-mask_H.numel() // (8 * _WORD_BYTES))
-    # Padded to whole words as (bytes, 8 bits); a byte is the sum of its shifted bits.
-    padded = mask_H.new_zeros(num_words * _WORD_BYTES, 8)
-    padded.view(-1)[: mask_H.numel()] = mask_H
-    bit = torch.arange(8, dtype=torch.uint8, device=mask_H.device)
-    return (padded << bit).sum(1, dtype=torch.uint8).view(torch.int64)
+_counting = kept_by_stream(lambda device, num: torch.arange(num, device=device), maxsize=None)
+
+
+def counting(device: torch.device, num: int) -> Tensor:
+    """Returns the integers ``0 .. num - 1``, int64, in memory that must not be written."""
+    # As few tensors as numbers have bits; together they are less than twice the largest one.
+    return _counting(device, 1 << num.bit_length())[:num]
+
+
+_bit_of_byte = kept_by_stream(lambda device: torch.arange(8, dtype=torch.uint8, device=device))
+
+
+def flags_of(num: int) -> int:
+    """Returns the number of flags that fill as many words as ``num`` flags need."""
+    return -(-num // _WORD_BITS) * _WORD_BITS
+
+
+def bits_to_words(flags: Tensor) -> Tensor:
+    """Packs flags, 0 or 1, uint8, into int64 words of 64 bits each, little-endian. Flags fill whole
+    words."""
+    # As (bytes, 8 bits); a byte is the sum of its shifted bits.
+    by_byte = flags.view(-1, 8) << _bit_of_byte(flags.device)
+    return by_byte.sum(1, dtype=torch.uint8).view(torch.int64)

@@ -34,7 +34,7 @@ Source: PICASSO (arXiv 2204.04903), Unique&Partition.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
@@ -44,11 +44,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_picasso.ops.ids import HotSlots, IdSpace, segment_of
+from torchrec_picasso.ops.ids import (
+    HotSlots,
+    IdSpace,
+    bits_to_words,
+    counting,
+    flags_of,
+    segment_of,
+)
+from torchrec_picasso.ops.streams import kept_by_stream
 
 _LEAST_RADIX = 1 << 15
 """torch sorts at least so many integers by radix, fewer by comparison."""
-_RADIX_KEYS = {2**8: torch.uint8, 2**15: torch.int16}
+_RADIX_KEYS = {2**8 - 1: torch.uint8, 2**15 - 1: torch.int16}
+"""Numbers of keys, and types that hold the keys and their number."""
 _WORD_BITS = 63
 _KEY_BITS = {torch.uint8: 8, torch.int16: 15, torch.int32: 31}
 
@@ -65,19 +74,23 @@ def is_intel() -> bool:
     return cpuinfo.is_file() and "GenuineIntel" in cpuinfo.read_text()
 
 
+def small_keys(keys_n: Tensor, num_keys: int) -> Tensor:
+    """Converts integers ``0 .. num_keys - 1`` to the type that is sorted fastest."""
+    # numpy sorts 8-bit and 16-bit integers by radix, wider ones by comparison; a GPU makes a pass
+    # over the keys for each of their bytes.
+    dtypes = (dtype for limit, dtype in _RADIX_KEYS.items() if num_keys <= limit)
+    return keys_n.to(next(dtypes, keys_n.dtype))
+
+
 def stable_order(keys_n: Tensor, num_keys: int) -> Tensor:
     """Computes the permutation, int64, that sorts integers ``0 .. num_keys - 1`` stably.
 
     On the CPU this is an O(n) radix sort by numpy, which torch lacks for small integers: 0.1
     instead of 1.3 ms for 22,000 keys below 9.
     """
-    # numpy sorts 8-bit and 16-bit integers by radix, wider ones by comparison; a GPU makes a pass
-    # over the keys for each of their bytes.
-    dtype = next((dtype for limit, dtype in _RADIX_KEYS.items() if num_keys <= limit), None)
-    if dtype is not None:
-        keys_n = keys_n.to(dtype)
-        if keys_n.device.type == "cpu":
-            return torch.from_numpy(np.argsort(keys_n.numpy(), kind="stable"))
+    keys_n = small_keys(keys_n, num_keys)
+    if keys_n.device.type == "cpu" and keys_n.dtype in _RADIX_KEYS.values():
+        return torch.from_numpy(np.argsort(keys_n.numpy(), kind="stable"))
     return torch.argsort(keys_n, stable=True)
 
 
@@ -158,20 +171,86 @@ CLEAN, FIRST_DIRTY = 0, 1
 
 
 @dataclass(frozen=True)
+class RowPlaces:
+    """The place of every linear id: a replica, or a row of a home rank. Built by :meth:`build`.
+
+    A hot row, and the cold rows of a block between two hot rows, are a *range* of linear ids whose
+    place has one offset, so one search among R ranges (at most T W + 2 H) finds it. A range takes
+    18 bytes, and one for each further chunk.
+    """
+
+    world_size: int
+    num_packs: int
+    num_hot_rows: int
+    end_R: Tensor
+    """End of the linear ids of each range, ascending, in the type of linear ids."""
+    shift_R: Tensor
+    """Offset from a linear id to its hot slot, or to its row in the home rank's storage of the
+    pack, in the type of linear ids."""
+    flag_R: Tensor
+    """Hot slot, int64; ``flags_of(num_hot_rows)`` for cold rows."""
+    segment_R: Tensor
+    """Segment of request order with one chunk, small integers."""
+
+    @staticmethod
+    def build(space: IdSpace, hot: HotSlots) -> RowPlaces:
+        """Splits the linear ids into ranges; syncs the host on CUDA."""
+        end_R = torch.cat([space.block_end_TW, hot.ids_H, hot.ids_H + 1]).unique()
+        # The first range is empty where it ends at 0.
+        start_R = torch.cat([end_R.new_zeros(1), end_R[:-1]])
+        block_R, place_R = space.find_blocks(start_R)
+        # Each pack has 1 + K W segments: the replicas, then the home ranks of chunk 0, of chunk 1,
+        # ... So segment = pack * (1 + K W) + 1 + chunk * W + home rank, and pack * (1 + K W) alone
+        # for a hot row.
+        per_pack = 1 + space.world_size
+        replicas_R = space.block_pack_TW[block_R] * per_pack
+        segment_R = replicas_R + 1 + space.block_rank_TW[block_R]
+        flag_R = torch.full_like(start_R, flags_of(hot.num_rows))
+        if hot.num_rows:
+            slot_R, is_hot_R = hot.find(start_R)
+            place_R, flag_R = (torch.where(is_hot_R, slot_R, cold) for cold in (place_R, flag_R))
+            segment_R = torch.where(is_hot_R, replicas_R, segment_R)
+        return RowPlaces(
+            world_size=space.world_size,
+            num_packs=space.num_packs,
+            num_hot_rows=hot.num_rows,
+            end_R=end_R.to(space.id_dtype),
+            shift_R=(place_R - start_R).to(space.id_dtype),
+            flag_R=flag_R,
+            segment_R=small_keys(segment_R, space.num_packs * per_pack),
+        )
+
+    @cached_property
+    def segments(self) -> Callable[[torch.device, int], Tensor]:
+        """The segment of request order of each range and chunk, ``(R K,)``, by device and K."""
+        return kept_by_stream(self._segments)
+
+    def _segments(self, device: torch.device, num_chunks: int) -> Tensor:
+        segment_R1 = self.segment_R.to(torch.int64).unsqueeze(1)
+        pack_R1 = segment_R1.div(1 + self.world_size, rounding_mode="floor")
+        is_cold_R1 = segment_R1 % (1 + self.world_size) > 0
+        # Before a segment there are K - 1 times as many chunks of earlier packs, and its own.
+        chunk_K = torch.arange(num_chunks, device=device)
+        chunks_RK = pack_R1 * (num_chunks - 1) + is_cold_R1 * chunk_K
+        segment_RK = segment_R1 + chunks_RK * self.world_size
+        return small_keys(segment_RK.flatten(), self.num_packs * (1 + num_chunks * self.world_size))
+
+
+@dataclass(frozen=True)
 class LocatedRows:
     """The unique rows of a batch in request order."""
 
     storage_row_U: Tensor
-    """Where each row, in request order, is stored, int64: hot slot, or row in the home rank's
-    storage of the pack."""
+    """Where each row, in request order, is stored: hot slot, or row in the home rank's storage of
+    the pack, in the type of linear ids."""
     counts_PQ: Tensor
     """Number of rows by pack and segment (replicas, then home ranks by chunk), Q = 1 + K W."""
     order_U: Tensor
     """Index among the ascending ids of each row in request order, int64."""
     request_position_U: Tensor
     """Inverse of ``order_U``: request position of each ascending id, int64."""
-    is_used_H: Tensor
-    """Whether this rank's batch uses a hot slot, bool."""
+    used_bits_X: Tensor
+    """Whether this rank's batch uses each hot slot, a bit each, as :func:`.bits_to_words`."""
 
 
 def first_use_chunks(rows: UniqueRows, micro_batch_N: Tensor, num_micro_batches: int) -> Tensor:
@@ -182,36 +261,29 @@ def first_use_chunks(rows: UniqueRows, micro_batch_N: Tensor, num_micro_batches:
 
 
 def locate_rows(
-    ids_U: Tensor, space: IdSpace, hot: HotSlots, chunk_U: Tensor | None = None, num_chunks: int = 1
+    ids_U: Tensor, places: RowPlaces, chunk_U: Tensor | None = None, num_chunks: int = 1
 ) -> LocatedRows:
     """Puts distinct rows, ascending, in request order; without ``chunk_U`` all are in chunk 0. O(U
-    log(T W) + U log H) time, no host sync."""
-    ids_U = ids_U.to(torch.int64)
-    block_U, storage_row_U = space.find_blocks(ids_U)
-    # Each pack has 1 + K W segments of request order: the replicas, then the home ranks of chunk 0,
-    # of chunk 1, ... So segment = pack * (1 + K W) + 1 + chunk * W + home rank, and
-    # pack * (1 + K W) alone for a hot row.
-    per_pack = 1 + num_chunks * space.world_size
-    replicas_TW = space.block_pack_TW * per_pack
-    segment_U = (space.block_rank_TW + 1).add_(replicas_TW).index_select(0, block_U)
-    if chunk_U is not None:
-        segment_U.add_(chunk_U, alpha=space.world_size)
-    # One slot more than H: all cold rows write to it, so the scatter below needs no host sync.
-    is_used_H1 = torch.zeros(hot.num_rows + 1, dtype=torch.bool, device=ids_U.device)
-    if hot.num_rows:
-        slot_U, is_hot_U = hot.find(ids_U)
-        segment_U = torch.where(is_hot_U, replicas_TW.index_select(0, block_U), segment_U)
-        storage_row_U = torch.where(is_hot_U, slot_U, storage_row_U)
-        is_used_H1.index_fill_(0, torch.where(is_hot_U, slot_U, hot.num_rows), True)
+    log(T W + H)) time, no host sync."""
+    range_U = torch.searchsorted(places.end_R, ids_U, right=True)
+    storage_row_U = places.shift_R.index_select(0, range_U).add_(ids_U)
+    # One flag more than words have bits: all cold rows write to it.
+    num_flags = flags_of(places.num_hot_rows)
+    is_used = torch.zeros(num_flags + 1, dtype=torch.uint8, device=ids_U.device)
+    if num_flags:
+        is_used.index_fill_(0, places.flag_R.index_select(0, range_U), 1)
+    entry_U = range_U if chunk_U is None else torch.add(chunk_U, range_U, alpha=num_chunks)
+    segment_U = places.segments(ids_U.device, num_chunks).index_select(0, entry_U)
     # Rows ascend within a segment because tables of one pack are side by side and ascend at each
     # home rank; the sort by segment must therefore be stable.
-    order_U, counts = sort_by_segment(segment_U, space.num_packs * per_pack)
+    per_pack = 1 + num_chunks * places.world_size
+    order_U, counts = sort_by_segment(segment_U, places.num_packs * per_pack)
     return LocatedRows(
         storage_row_U=storage_row_U.index_select(0, order_U),
-        counts_PQ=counts.view(space.num_packs, per_pack),
+        counts_PQ=counts.view(places.num_packs, per_pack),
         order_U=order_U,
         request_position_U=positions_of(order_U),
-        is_used_H=is_used_H1[:-1],
+        used_bits_X=bits_to_words(is_used[:num_flags]),
     )
 
 
@@ -292,7 +364,7 @@ def fetch_positions(
     """
     if order_n is None:
         return located.request_position_U
-    counting_U = torch.arange(located.order_U.numel(), device=order_n.device)
+    counting_U = counting(order_n.device, located.order_U.numel())
     if any(hot for hot, _ in hot_cold_P):
         hot_P, cold_P = zip(*hot_cold_P)
         # Hot rows are read locally and keep their place, which moves the cold rows behind them.
@@ -306,13 +378,21 @@ def fetch_positions(
 
 def positions_of(order_n: Tensor) -> Tensor:
     """Returns the inverse of a permutation, int64: the position of each entry."""
-    counting_n = torch.arange(order_n.numel(), device=order_n.device)
-    return torch.empty_like(counting_n).scatter_(0, order_n, counting_n)
+    counting_n = counting(order_n.device, order_n.numel())
+    return torch.empty_like(order_n).scatter_(0, order_n, counting_n)
 
 
 def sort_by_segment(segment_n: Tensor, num_segments: int) -> tuple[Tensor, Tensor]:
     """Sorts rows stably by segment; returns their order and the count of each segment, int64."""
-    order_n = stable_order(segment_n, num_segments)
+    keys_n = small_keys(segment_n, num_segments)
+    if keys_n.device.type == "cpu":
+        return stable_order(keys_n, num_segments), torch.bincount(keys_n, minlength=num_segments)
+    sorted_n, order_n = torch.sort(keys_n, stable=True)
     # Differences of the segments' edges in the sorted segments; bincount would sync the host.
-    edges = torch.arange(num_segments + 1, device=segment_n.device)
-    return order_n, torch.diff(torch.searchsorted(segment_n.index_select(0, order_n), edges))
+    edges = _edges_of_segments(segment_n.device, num_segments)
+    return order_n, torch.diff(torch.searchsorted(sorted_n, edges))
+
+
+@kept_by_stream
+def _edges_of_segments(device: torch.device, num_segments: int) -> Tensor:
+    return small_keys(torch.arange(num_segments + 1, device=device), num_segments)

@@ -8,14 +8,16 @@ after that write. The CPU has a single order of operations, so the functions her
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+_Kept = TypeVar("_Kept")
 _Optional = TypeVar("_Optional", Tensor, Tensor | None)
 
 
@@ -24,6 +26,13 @@ def keep_for_current_stream(tensor: _Optional) -> _Optional:
     if tensor is not None and (stream := _current_stream(tensor.device)) is not None:
         tensor.record_stream(stream)
     return tensor
+
+
+def kept_by_stream(make: Callable[..., _Kept], maxsize: int | None = 4) -> Callable[..., _Kept]:
+    """Keeps the last results of a function of a device and hashable arguments, for constants that
+    steps need again. Each stream that asks has its own, so none reads what another one writes."""
+    kept = lru_cache(maxsize)(lambda stream, device, *given: make(device, *given))
+    return lambda device, *given: kept(_current_stream(device), device, *given)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -86,12 +86,11 @@ class BatchGradients:
         packs, grads_P = self._in_wave(wave)
         if not any(pack.touched.slots_t.numel() for pack in packs):  # on all ranks alike
             return
-        # This rank's h hot rows are a subset of the t touched rows of all ranks; searchsorted gives
-        # their positions among the touched rows.
+        # This rank's h hot rows are a subset of the t touched rows of all ranks.
         reduction = HotReduction(
             self._group.exchanges.start_sum,
             [self._sums_of(pack.matrix)[pack.hot_slice] for pack in packs],
-            [torch.searchsorted(pack.touched.slots_t, pack.hot_slots) for pack in packs],
+            [pack.used.positions_h for pack in packs],
             [grads_mD[pack.served.num_rows :] for pack, grads_mD in zip(packs, grads_P)],
         )
         self._pend(wave, reduction)
@@ -166,7 +165,7 @@ def update_rows(
         # Rows of untrained modules are counted and released as well.
         for batch, pack in zip(gradients, packs):
             if storage.uses is not None:
-                storage.uses.count(pack.requests.asked_rows_n, pack.hot_slots)
+                storage.uses.count(pack.requests.asked_rows_n, pack.used.slots_h)
             are_updated = batch.end(p)
     return are_updated
 

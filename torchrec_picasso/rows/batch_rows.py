@@ -104,9 +104,9 @@ class BatchRows:
         """Reads the replicas of this batch's hot rows into its matrices."""
         with torch.no_grad():
             for storage, pack in zip(self.group.storages, self.layout.packs):
-                if pack.hot_slots.numel():
+                if pack.used.slots_h.numel():
                     rows = self._matrices.tensors[pack.matrix][pack.hot_slice]
-                    storage.gather_hot(pack.hot_slots, out_hD=rows)
+                    storage.gather_hot(pack.used.slots_h, out_hD=rows)
 
     def fetch_again(self) -> None:
         """Fetches all rows again after a write to home rows of any rank. Collective."""

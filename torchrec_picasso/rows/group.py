@@ -128,7 +128,7 @@ class RowGroup:
 
     def tensors_of_hot_set(self) -> Iterator[Tensor]:
         """Yields the tensors of the hot set that requests read, for stream bookkeeping."""
-        yield from (route.hot.ids_H for route in self.routes)
+        yield from (tensor for route in self.routes for tensor in route.tensors_of_hot_set())
         yield from (storage.hot_homes.own_row_H for storage in self.storages)
 
     @property

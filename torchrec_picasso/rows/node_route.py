@@ -27,6 +27,7 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.by_host import HostExchanges
 from torchrec_picasso.exchange.packed import Payload
+from torchrec_picasso.ops.ids import IdSpace
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
     UniqueRows,
@@ -53,7 +54,6 @@ class NodeRoute(RowRoute):
     exchanges = HostExchanges
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         exchanges = HostExchanges(self.ranks)
         self.num_hosts, self.num_places = exchanges.num_hosts, exchanges.num_places
         self._place = self.ranks.rank % self.num_places
@@ -61,11 +61,14 @@ class NodeRoute(RowRoute):
         numbers_W = torch.arange(self.ranks.size, device=self.device)
         numbers_LY = numbers_W.view(self.num_places, self.num_hosts)
         self._number_of_rank_W = numbers_LY.t().reshape(-1)
-        numbers = self._number_of_rank_W.index_select(0, self.space.block_rank_TW)
-        self.request_space = replace(self.space, block_rank_TW=numbers)
+        super().__post_init__()
         own = slice(self._place, None, self.num_places)
         self.relayed_rows_PY = np.array([rows_W[own] for rows_W in self.space.home_rows_PW])
         """Home rows of the ranks of this rank's place, by pack and host."""
+
+    def _request_space(self) -> IdSpace:
+        numbers_TW = self._number_of_rank_W.index_select(0, self.space.block_rank_TW)
+        return replace(self.space, block_rank_TW=numbers_TW)
 
     def by_rank(self, counts_WX: Tensor) -> Tensor:
         """Returns an entry per home rank in the order of ranks, from that of requests."""

@@ -49,7 +49,7 @@ from torchrec_picasso.rows.route import (
     RouteLayout,
     RouteRequest,
 )
-from torchrec_picasso.storage.row_storage import RowStorage, TouchedHot
+from torchrec_picasso.storage.row_storage import RowStorage, TouchedHot, UsedHot
 
 _WEIGHTS_LEFT = (
     "per-sample weights changed between the input dist and the lookup (as by a feature processor), "
@@ -205,7 +205,7 @@ class _Request(RouteRequest):
         return PackLayout(
             matrix=matrix,
             start=0,
-            hot_slots=nothing,
+            used=UsedHot(slots_h=nothing, positions_h=nothing),
             touched=TouchedHot(slots_t=nothing, own_slots_o=nothing, own_rows_o=nothing),
             wanted=ExchangeSplits(bags_KW),
             wanted_by_fetch=all_dirty(bags_KW),

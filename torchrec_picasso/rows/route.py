@@ -29,7 +29,7 @@ from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable, table_bases
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import ExchangeSplits
 from torchrec_picasso.ops.segment_reduction import gather_sum
-from torchrec_picasso.storage.row_storage import RowStorage, TouchedHot
+from torchrec_picasso.storage.row_storage import RowStorage, TouchedHot, UsedHot
 
 
 @dataclass(eq=False, repr=False)
@@ -75,6 +75,10 @@ class Route(ABC):
         hot = HotSlots.build(self.tables, self.device, epoch)
         assert hot.start_P1 == self.hot.start_P1, "a pack keeps its number of replicas"
         self.hot = hot
+
+    def tensors_of_hot_set(self) -> Iterator[Tensor]:
+        """Yields the tensors of the hot set that requests read; none if a route has no replicas."""
+        yield from ()
 
     def check(self, features: KeyedJaggedTensor) -> None:
         """Raises CompatError, on this rank alone, for features of a module that it cannot serve. No
@@ -264,8 +268,8 @@ class PackLayout:
     """Index of the matrix that contains the pack."""
     start: int
     """First row of the pack in the matrix; hot rows come before cold rows."""
-    hot_slots: Tensor
-    """Hot slots that this rank's batch uses, counted from 0 in the pack."""
+    used: UsedHot
+    """Hot rows that this rank's batch uses, by slots counted from 0 in the pack."""
     touched: TouchedHot
     """Hot rows that any rank's batch uses, by slots counted from 0 in the pack."""
     wanted: ExchangeSplits
@@ -282,12 +286,12 @@ class PackLayout:
     @property
     def num_rows(self) -> int:
         """Number of rows of the pack in the matrix."""
-        return self.hot_slots.numel() + self.wanted.num_rows
+        return self.used.slots_h.numel() + self.wanted.num_rows
 
     @property
     def hot_slice(self) -> slice:
         """Position in the matrix of the hot rows that this rank uses, and of their gradients."""
-        return slice(self.start, self.start + self.hot_slots.numel())
+        return slice(self.start, self.start + self.used.slots_h.numel())
 
     @property
     def cold_slice(self) -> slice:

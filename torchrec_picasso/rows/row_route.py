@@ -14,7 +14,7 @@ one more for several micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -29,11 +29,12 @@ from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.bags import BatchCut, cut_pooling, micro_batch_of_lookup, segment_edges
 from torchrec_picasso.ops.id_reader import IdReader, PreparedIds, ReadIds
-from torchrec_picasso.ops.ids import bits_to_words
+from torchrec_picasso.ops.ids import IdSpace
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
     LocatedRows,
+    RowPlaces,
     fetch_positions,
     find_fetch_orders,
     first_use_chunks,
@@ -46,6 +47,7 @@ from torchrec_picasso.ops.segment_reduction import (
     mean_weights,
     pool_rows,
 )
+from torchrec_picasso.ops.streams import tensors_in
 from torchrec_picasso.rows.route import (
     IncomingRequests,
     PackLayout,
@@ -68,14 +70,26 @@ class RowRoute(Route):
         # Waves of the placement, and a matrix for neighbouring packs of one dim.
         self.plan = PackPlan.build(self.tables, self.device)
         self._reader = IdReader(self.space, self.plan)
-        self.request_space = self.space
-        """The id space with home ranks numbered in request order: here as they are."""
+        self.places = RowPlaces.build(self._request_space(), self.hot)
         rank = self.ranks.rank
         *self.first_rows_P, self._num_home_rows = accumulate(
             (rows_W[rank] for rows_W in self.space.home_rows_PW), initial=0
         )
         """First home row of each pack among those of all packs on this rank."""
         self._marked: Tensor | None = None  # by home row; all 0 between calls of mark_among
+
+    def _request_space(self) -> IdSpace:
+        """Returns the id space with home ranks numbered in request order: here as they are."""
+        return self.space
+
+    def change_hot_rows(self, hot_rows_T: Sequence[Tensor], epoch: int | None = None) -> None:
+        """Sets the hot rows, as :meth:`.Route.change_hot_rows`, and the places of all rows."""
+        super().change_hot_rows(hot_rows_T, epoch)
+        self.places = RowPlaces.build(self._request_space(), self.hot)
+
+    def tensors_of_hot_set(self) -> Iterator[Tensor]:
+        """Yields the tensors of the places of rows."""
+        yield from tensors_in(self.places)
 
     def mark_among(self, rows_n: Tensor, others_m: Tensor, out_n: Tensor) -> None:
         """Marks with 1, else 0, which home rows are among others, int64, both counted over all
@@ -110,16 +124,15 @@ class RowRoute(Route):
         if cut.num_micro_batches > 1:
             micro_batch_N = micro_batch_of_lookup(edges_J1, cut.micro_batch_by_segment, num_lookups)
             chunk_U = first_use_chunks(rows, micro_batch_N, cut.num_micro_batches)
-        space = self.request_space
-        located = locate_rows(rows.ids_U, space, self.hot, chunk_U, cut.num_micro_batches)
+        located = locate_rows(rows.ids_U, self.places, chunk_U, cut.num_micro_batches)
         # for rank w: P K counts, from (P K, W) transposed
-        counts_WX = self.by_rank(located.counts_PQ[:, 1:].reshape(-1, space.world_size).t())
+        counts_WX = self.by_rank(located.counts_PQ[:, 1:].reshape(-1, self.space.world_size).t())
         # Numbers that the host needs come with the header, which it waits for in any case.
-        kept = [located.counts_PQ.reshape(-1), edges_J1]
+        kept = [located.counts_PQ.reshape(-1), edges_J1, located.used_bits_X]
         if num_lookups and edges_J1.device.type != "cpu":
             kept.append(rows.counts_U.max().view(1))  # for sums in pieces, on an accelerator
         return self._request(
-            words=RouteWords([counts_WX], bits=[bits_to_words(located.is_used_H)], kept=kept),
+            words=RouteWords([counts_WX], bits=[located.used_bits_X], kept=kept),
             outside_ids=ids.outside_ids,
             is_prepared=prepared is not None,
             route=self,
@@ -188,7 +201,7 @@ class RowsRequest(RouteRequest):
     """Number of lookups of each segment."""
     _most_lookups: int = field(init=False)
     """Of a row, 0 on the CPU."""
-    _hot_P: Sequence[Tensor] = field(init=False)
+    _used_P: Sequence[np.ndarray] = field(init=False)
     """Hot slots that this rank's batch uses, counted from 0 in the pack."""
     _touched_P: Sequence[np.ndarray] = field(init=False)
     """Hot slots that any rank's batch uses."""
@@ -203,7 +216,7 @@ class RowsRequest(RouteRequest):
     def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         """Reads the counts of rows, and returns row numbers by chunk."""
         # In the pieces that RowRoute.read made.
-        (counts_WX, bits_nX), (counts_n, edges_J1, *most) = words
+        (counts_WX, bits_nX), (counts_n, edges_J1, used_bits_X, *most) = words
         self._most_lookups = int(most[0][0]) if most else 0
         hot, located = self.route.hot, self.located
         own_PQ = counts_n.reshape(located.counts_PQ.shape)
@@ -215,12 +228,7 @@ class RowsRequest(RouteRequest):
         # storage_row_U is ordered by pack, hot rows first: split it into [hot, cold] of each pack.
         nums = [num for hot, *cold_KW in own_PQ.tolist() for num in (hot, sum(cold_KW))]
         wanted_n = located.storage_row_U.to(dtype)
-        self._hot_P = [hot.ids_H] * num_packs  # empty, without hot rows
-        if hot.num_rows:
-            # Slots count from 0 in each pack, because a storage keeps the replicas of one pack.
-            slots_P = located.storage_row_U.split(nums)[::2]
-            self._hot_P = torch._foreach_sub(slots_P, hot.start_P1[:-1])
-        self._touched_P = hot.touched(bits_nX)
+        self._used_P, self._touched_P = hot.touched(used_bits_X[None]), hot.touched(bits_nX)
         self._wanted_P = [ExchangeSplits(wanted_KW) for wanted_KW in wanted_PKW.tolist()]
         self._served_P = [ExchangeSplits(served_KW) for served_KW in served_PKW.tolist()]
         self._served_n = wanted_n.new_empty(int(served_PKW.sum()))
@@ -263,7 +271,7 @@ class RowsRequest(RouteRequest):
         """Builds the layout in fetch order."""
         orders, relay_P = self._find_orders()
         packs, num_rows_M = self._lay_out_packs(first_matrix, orders, relay_P)
-        nums_P = [(pack.hot_slots.numel(), pack.wanted.num_rows) for pack in packs]
+        nums_P = [(pack.used.slots_h.numel(), pack.wanted.num_rows) for pack in packs]
         # Lookups are summed over a micro-batch's segments: cut_pooling sees whole micro-batches.
         index_KM = cut_pooling(
             self.ids.bags,
@@ -310,7 +318,7 @@ class RowsRequest(RouteRequest):
     ) -> tuple[list[PackLayout], list[int]]:
         """Builds the layout of each pack, and counts the rows of each matrix."""
         homes_P = [storage.hot_homes for storage in self.route.storages]
-        touched_P = HotHomes.find_own(homes_P, self._touched_P)
+        hot_P = HotHomes.find_own(homes_P, self._touched_P, self._used_P)
         incoming_P = self._incoming_rows(orders)
         packs: list[PackLayout] = []
         num_rows_M: list[int] = []
@@ -320,8 +328,8 @@ class RowsRequest(RouteRequest):
                 pack = PackLayout(
                     matrix=first_matrix + matrix,
                     start=start,
-                    hot_slots=self._hot_P[p],
-                    touched=touched_P[p],
+                    used=hot_P[p][0],
+                    touched=hot_P[p][1],
                     wanted=self._wanted_P[p],
                     wanted_by_fetch=orders.wanted_P[p],
                     served=self._served_P[p],

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,15 @@ from torchrec_picasso.storage.row_uses import RowUses
 
 _MOST_SENT = 1 << 20
 """Rows that a rank sends at once, at most, to fill replicas."""
+
+
+class UsedHot(NamedTuple):
+    """Hot rows that this rank's batch uses."""
+
+    slots_h: Tensor
+    """Hot slots, ascending int64."""
+    positions_h: Tensor
+    """Position of each slot among those that any rank's batch uses, int64."""
 
 
 class TouchedHot(NamedTuple):
@@ -87,22 +96,26 @@ class HotHomes:
         return [HotHomes(rank_H[pack], own_row_H[pack], on_host_H[pack]) for pack in packs]
 
     @staticmethod
-    def find_own(homes_P: Sequence[HotHomes], slots_P: Sequence[np.ndarray]) -> list[TouchedHot]:
-        """Finds which of the touched slots of each pack, int64 on the host, have their home rank
-        here; one copy to the device and no host sync."""
-        if not any(map(len, slots_P)):
+    def find_own(
+        homes_P: Sequence[HotHomes], touched_P: Sequence[np.ndarray], used_P: Sequence[np.ndarray]
+    ) -> list[tuple[UsedHot, TouchedHot]]:
+        """Finds which of the touched slots of each pack have their home rank here, and where this
+        rank's own are among them. Slots are int64 on the host; one copy to the device and no host
+        sync."""
+        if not any(map(len, touched_P)):
             nothing = homes_P[0].own_row_H
             nothing = nothing[:0] if nothing.numel() else nothing
-            return [TouchedHot(nothing, nothing, nothing) for _ in homes_P]
+            return [(UsedHot(*[nothing] * 2), TouchedHot(*[nothing] * 3)) for _ in homes_P]
         pieces: list[np.ndarray] = []
-        for homes, slots_t in zip(homes_P, slots_P):
-            row_t = homes.own_row_on_host_H[slots_t]  # -1 = another home rank
+        for homes, touched_t, used_h in zip(homes_P, touched_P, used_P):
+            row_t = homes.own_row_on_host_H[touched_t]  # -1 = another home rank
             is_own_t = row_t >= 0
-            pieces += [slots_t, slots_t[is_own_t], row_t[is_own_t]]
+            pieces += [used_h, np.searchsorted(touched_t, used_h)]
+            pieces += [touched_t, touched_t[is_own_t], row_t[is_own_t]]
         joined = torch.from_numpy(np.concatenate(pieces))
         on_device = joined.to(homes_P[0].own_row_H.device, non_blocking=True)
         found = iter(on_device.split(list(map(len, pieces))))
-        return list(map(TouchedHot, found, found, found))
+        return [(UsedHot(*islice(found, 2)), TouchedHot(*islice(found, 3))) for _ in homes_P]
 
     def broadcast(
         self, homes: Tensor, replicas: Tensor, ranks: Ranks, slots_s: Tensor | None = None

@@ -151,4 +151,4 @@ class StepWatch:
 def _coverage(packs: Sequence[PackLayout]) -> float | None:
     """Share of hot rows among the distinct rows of a batch; ``None`` = no table has rows."""
     num_rows = sum(pack.num_rows for pack in packs)
-    return sum(pack.hot_slots.numel() for pack in packs) / num_rows if num_rows else None
+    return sum(pack.used.slots_h.numel() for pack in packs) / num_rows if num_rows else None
