@@ -62,6 +62,7 @@ class RowRoute(Route):
     """Tables whose distinct rows travel. Arguments as for :class:`Route`."""
 
     name = "rows"
+    reads_unique_rows = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,7 +70,7 @@ class RowRoute(Route):
         self.plan = PackPlan.build(self.tables, self.device)
         self._reader = IdReader(self.space, self.plan)
         self.request_space = self.space
-        """The id space with home ranks numbered in request order: here as they are."""
+        """The id space with home ranks numbered in request order: here by rank."""
         rank = self.ranks.rank
         *self.first_rows_P, self._num_home_rows = accumulate(
             (rows_W[rank] for rows_W in self.space.home_rows_PW), initial=0
@@ -170,7 +171,8 @@ class FetchOrders:
 
 @dataclass(kw_only=True)
 class RowsRequest(RouteRequest):
-    """The request for the distinct rows of one batch.
+    """The request for the distinct rows of one batch; a :class:`.RowRequest` joins those of all
+    routes.
 
     Served rows, the dirty mask and the fetch order are one vector each, by pack, chunk and rank, so
     that a step over them is one operator; packs are views.

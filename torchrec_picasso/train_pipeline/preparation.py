@@ -29,7 +29,6 @@ from torchrec_picasso.ops.id_reader import IdReader, PreparedIds
 from torchrec_picasso.ops.ids import IdSpace, PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.rows.group import ROUTES, merged_tables
-from torchrec_picasso.rows.row_route import RowRoute
 from torchrec_picasso.rows.valid_features import length_error, with_weights
 from torchrec_picasso.train_pipeline.model_parts import ScheduledModule
 from torchrec_picasso.train_pipeline.module_group import is_weighted, peers_of
@@ -127,7 +126,7 @@ class Preparation:
         names = tuple(each.name for each in readings)
         if names not in self._readers:
             merged = merged_tables([each.tables for each in readings])
-            tables = [table for table in merged if issubclass(ROUTES[table.route], RowRoute)]
+            tables = [table for table in merged if ROUTES[table.route].reads_unique_rows]
             reader = None
             if tables:
                 reader = IdReader(IdSpace.build(tables, _CPU), PackPlan.build(tables, _CPU))
