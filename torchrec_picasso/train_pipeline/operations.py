@@ -194,7 +194,7 @@ class Operations:
             for name, module in each.group.modules.items():
                 acquired = inflight.acquire(run.micro_batches, each, name, trains=True)
                 module.forward.set_compute(partial(each.group.output, name, acquired))
-        inflight.compute_full_outputs(self.pipelined.plain)
+        inflight.compute_plain(self.pipelined.plain)
         sizes = [each.num_samples for each in runs]
         for name, module in self.pipelined.plain.items():
             module.forward.set_output(inflight.full_outputs[name].part(sizes, run.number))

@@ -31,7 +31,7 @@ from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.rows.group import ROUTES, merged_tables
 from torchrec_picasso.rows.valid_features import length_error, with_weights
 from torchrec_picasso.train_pipeline.model_parts import ScheduledModule
-from torchrec_picasso.train_pipeline.module_group import is_weighted, peers_of
+from torchrec_picasso.train_pipeline.module_group import exchange_key, is_weighted
 
 _STEPS = (GetAttrArgInfoStep, GetItemArgInfoStep, NoopArgInfoStep)
 _CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ class _Reading:
     """Path from a batch to the features."""
     tables: Sequence[PackedTable]
     """The tables of the module, without their hot rows."""
-    peers: int
+    exchange: int
     """Modules with one number may share an exchange."""
     weights: tuple[bool, bool]
     """Whether weights travel, for features without and with per-sample weights."""
@@ -82,9 +82,9 @@ class Preparation:
                 continue
             none = torch.empty(0, dtype=torch.int64)
             tables = [replace(table, hot_rows_H=none) for table in module.group.tables]
-            peers = numbers.setdefault(peers_of(name, module), len(numbers))
+            exchange = numbers.setdefault(exchange_key(name, module), len(numbers))
             weights = is_weighted(module, False), is_weighted(module, True)
-            readings.append(_Reading(name, source, tables, peers, weights))
+            readings.append(_Reading(name, source, tables, exchange, weights))
         return Preparation(readings)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -109,7 +109,7 @@ class Preparation:
         groups: dict[tuple[int, bool], dict[str, tuple[_Reading, KeyedJaggedTensor]]] = {}
         for each in self.readings if not isinstance(batch, PreparedBatch) else ():
             features = maybe_td_to_kjt(each.source.process_steps(batch), None)
-            key = each.peers, each.weights[features.weights_or_none() is not None]
+            key = each.exchange, each.weights[features.weights_or_none() is not None]
             groups.setdefault(key, {})[each.name] = each, features
         ids_of = {}
         for (_, has_weights), group in groups.items():
