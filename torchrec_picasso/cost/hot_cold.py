@@ -33,8 +33,8 @@ _MATRICES = (2.75, 4.1)
 """Rows held at the peak of a step, per distinct row of the batch: of a whole batch, and in
 micro-batches. Two or three matrices with their slack, and rows that are being sent."""
 _LOOKUP_BYTES = (100, 170)
-"""Of ids and positions, per lookup, likewise. Predictions of sequences and of pooled tables are
-within 10 % of measured peaks (``benchmarks.sequence_memory``, docs/dev/log.md)."""
+"""Of ids and positions, per lookup, in the same two cases. Predictions of sequences and of pooled
+tables are within 10 % of measured peaks (``benchmarks.sequence_memory``, docs/dev/log.md)."""
 _SAMPLES = 1000  # of which micro-batches have shares
 
 

@@ -109,14 +109,14 @@ class HeaderExchange:
         # One concatenation, so that a single copy syncs the host.
         received = self._received
         host = torch.cat([*kept, *(part.view(-1) for part in received)]).cpu().numpy()
-        # In this order: the kept numbers, then of each rank its own words, its routes' and bits,
-        # or bits apart from them.
+        # In this order: the kept numbers, then of each rank its own words and its routes'.
         *parts, _ = _cut(host, [part.numel() for part in (*kept, *received)])
         words, *apart = (
             part.reshape(tensor.shape) for part, tensor in zip(parts[len(kept) :], received)
         )
         widths = [_NUM_OWN_WORDS, *(piece.size(1) for piece in self._pieces)]
         own, *pieces, rest = _cut(words, widths)
+        # Bits follow the words of each rank, or (by host) came in a part of their own.
         *bits, _ = _cut([rest, *apart][-1], [piece.numel() for piece in self._bits])
         # words that this rank only relays follow those for it
         outside_ids_W, bad_weights_W, states_W = own[: len(self.sent_WX)].T.tolist()

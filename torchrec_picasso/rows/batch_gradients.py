@@ -102,8 +102,8 @@ class BatchGradients:
 
     def _in_wave(self, wave: int | None) -> tuple[list[PackLayout], list[Tensor]]:
         """Returns the packs of a wave, and the gradients that arrive for their rows."""
-        wanted = self._group.plan.packs_of(wave)
-        return [self.layout.packs[p] for p in wanted], [self._arrived_P.tensors[p] for p in wanted]
+        packs = self._group.plan.packs_of(wave)
+        return [self.layout.packs[p] for p in packs], [self._arrived_P.tensors[p] for p in packs]
 
     def _sums_of(self, matrix: int) -> Tensor:
         """Returns the sums ``(R, D_m)`` of a matrix; zeros if no micro-batch ran backward."""

@@ -1,7 +1,7 @@
 """State that outlives a batch: the routes of some tables, the storages and reused memory.
 
-A further route is a file beside this one and a line in :data:`ROUTES`, for the engine; for plans a
-name in :data:`.placement.Form` and a price.
+A further route is a file beside this one and a line in :data:`ROUTES`; for plans it also needs a
+name and a sharding type in ``placement.py``, and a price (docs/architecture.md).
 
 On the CPU a new matrix of some megabytes is new memory, and the first write to each 4 KiB costs a
 page fault: 20 of 350 ms for the rows and gradients of a Criteo step (three matrices of 22,900 rows
@@ -23,6 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.exchange.all_to_all import Ranks
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
+from torchrec_picasso.placement import SHARDING_TYPE_OF
 from torchrec_picasso.rows.node_route import NodeRoute
 from torchrec_picasso.rows.pooled_route import PooledRoute
 from torchrec_picasso.rows.route import Route
@@ -33,6 +34,7 @@ ROUTES: Mapping[str, type[Route]] = {
     route.name: route for route in (RowRoute, PooledRoute, NodeRoute)
 }
 """Routes by name; a group's packs, and the features of a batch, are in this order."""
+assert [*ROUTES] == [*SHARDING_TYPE_OF], "packs of a module are sorted by the other mapping"
 
 _SLACK = 1.125
 """Capacity factor of a buffer, since the next batch may have some more rows."""
@@ -218,8 +220,8 @@ class RowBuffers:
 
 
 class Matrices:
-    """A buffer of rows, or of gradients, for each entry of a list of matrices of a batch.
-    ``buffers_M`` allocates them, with ``num_rows_M`` rows each."""
+    """Matrices of one batch, of rows or of gradients: ``num_rows_M`` rows each, in memory of
+    ``buffers_M``."""
 
     def __init__(self, buffers_M: Sequence[RowBuffers], num_rows_M: Sequence[int]) -> None:
         self._buffers_M = buffers_M

@@ -57,7 +57,7 @@ class RowLayout:
 
 
 class RowRequest:
-    """The request for the rows of one batch; each method is called once, in order.
+    """The request for the rows of one batch, by all routes; each method is called once, in order.
 
     Construction reads the ids and starts to send the header: all ranks construct the object, and
     keep it until the next batch's :meth:`send_dirty_mask`.

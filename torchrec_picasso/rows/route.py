@@ -41,6 +41,8 @@ class Route(ABC):
     """Value of :attr:`.HotColdParams.form` that chooses the route."""
     shares_rows: ClassVar[bool] = True
     """Whether a row that arrived for one micro-batch is used by later ones."""
+    reads_unique_rows: ClassVar[bool] = False
+    """Whether an :class:`.IdReader` reads its ids, which a data loader may then do ahead."""
     needs_one_batch_size: ClassVar[bool] = False
     """Whether variable-batch (VBE) features are padded to one batch size."""
     exchanges: ClassVar[type[Exchanges]] = Exchanges

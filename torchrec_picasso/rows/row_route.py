@@ -64,6 +64,7 @@ class RowRoute(Route):
     """Tables whose distinct rows travel. Arguments as for :class:`Route`."""
 
     name = "rows"
+    reads_unique_rows = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -183,7 +184,8 @@ class FetchOrders:
 
 @dataclass(kw_only=True)
 class RowsRequest(RouteRequest):
-    """The request for the distinct rows of one batch.
+    """The request for the distinct rows of one batch; a :class:`.RowRequest` joins those of all
+    routes.
 
     Served rows, the dirty mask and the fetch order are one vector each, by pack, chunk and rank, so
     that a step over them is one operator; packs are views.

@@ -1,1 +1,2 @@
-"""The operations of a step as data, and the choice of the fastest setting."""
+"""The operations of a step as data (``kinds``, ``schedule``), and the choice of the fastest setting
+(``setting_choice``)."""

@@ -91,6 +91,7 @@ def _earlier_batch(op: Op, other: Op) -> bool:
 
 
 def _all(*kinds: str) -> tuple[Need, ...]:
+    """Needs all operations of these kinds on the same batch."""
     return tuple(Need(kind, _same_batch) for kind in kinds)
 
 

@@ -37,8 +37,8 @@ RecordLookup = Callable[..., None]
 """The bound method ``ModelDeltaTrackerTrec.record_lookup`` of a tracker."""
 
 
-def begin_batch(model: nn.Module) -> None:
-    """Starts a new batch in all trackers of the model that is passed to a pipeline.
+def step_trackers(model: nn.Module) -> None:
+    """Starts a new batch in all delta trackers of the model that is passed to a pipeline.
 
     ``DistributedModelParallel`` does this in its forward. A pipeline that computes embeddings ahead
     of the forward calls this function first. Batch numbers need not be consecutive.

@@ -59,8 +59,8 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, MicroBatchRo
             pieces = _PoolArrivals.apply(self._anchor, rows, *scales_M)
             output = self._side_by_side(rows, pieces)
         # without a gradient of the weights nothing reads the rows again: their memory is free
-        wanted = any(scale is not None and scale.requires_grad for scale in scales_M)
-        if not (wanted and output.requires_grad):
+        are_read_again = any(scale is not None and scale.requires_grad for scale in scales_M)
+        if not (are_read_again and output.requires_grad):
             rows.end()
         return output
 

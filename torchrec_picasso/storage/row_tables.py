@@ -248,7 +248,7 @@ class RowTables(nn.Module):
                 # In one table the replicas follow the home rows.
                 slots_t = slots_t if in_two else slots_t + self.layout.num_home_rows
                 indices = torch.cat([indices, slots_t])
-            offsets = self._two_offsets(num_home, num_hot) if in_two else self._count(len(indices))
+            offsets = self._two_offsets(num_home, num_hot) if in_two else self._up_to(len(indices))
             grads_mD = _side_by_side(grads_mD, num_home) if in_two else grads_mD
         with torch.enable_grad():
             pooled = self.tbe(indices, offsets, per_sample_weights=weights)
@@ -256,13 +256,13 @@ class RowTables(nn.Module):
 
     def _two_offsets(self, num_home: int, num_hot: int) -> Tensor:
         """Offsets of the bags of two tables, padded with empty bags: int64, ``(2 S + 1,)``."""
-        counting_S1 = self._count(max(num_home, num_hot))
+        counting_S1 = self._up_to(max(num_home, num_hot))
         # 0, 1, .., num_home, num_home, ..: a bag per row, then empty bags; the second table
         # continues.
         home_S = counting_S1[:-1].clamp(max=num_home)
         return torch.cat([home_S, counting_S1.clamp(max=num_hot) + num_home])
 
-    def _count(self, end: int) -> Tensor:
+    def _up_to(self, end: int) -> Tensor:
         """Returns the integers ``0 .. end``, a view of a cached tensor."""
         if self._counting.numel() <= end:
             self._counting = torch.arange(2 * end + 1, device=self._counting.device)

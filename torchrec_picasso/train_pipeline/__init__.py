@@ -1,5 +1,12 @@
-"""Trains one batch as several micro-batches, so that exchanges overlap with compute.
+"""The pipeline: overlaps the exchanges of three batches, or of micro-batches, with compute.
 
-From outside a batch stays whole: ``split_batch`` splits it by samples, and ``join_outputs`` joins
-the outputs.
+- ``interleaved`` is the user's class (``options``, ``lifecycle``). Its ``steps`` are of two kinds:
+  ``interleaved_steps`` and, without hot/cold tables, ``stock_steps``.
+- The model: ``pipelined_model`` replaces the forwards of its sharded modules (``model_parts``,
+  ``rewrite``); those of a ``module_group`` share an exchange (``variable_batch``). ``made_ahead``
+  and ``input_slice`` make inputs that the model makes itself.
+- A step: ``batch_queue``, ``in_flight_batch``, ``operations``, ``losses``, ``full_batch_output``;
+  ``data_parallel`` and ``dense_average`` are the dense weights', ``hot_sets`` the hot rows'.
+- Micro-batches: ``micro_batch_policy`` decides by ``cut_check``.
+- For the user: ``preparation`` reads ids in a data loader, ``step_report`` reports.
 """

@@ -28,7 +28,7 @@ from torchrec_picasso.schedule.schedule import (
     second_batch_schedule,
     training_schedule,
 )
-from torchrec_picasso.train_pipeline.data_parallel import counts_gradients
+from torchrec_picasso.train_pipeline.data_parallel import records_static_graph
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 from torchrec_picasso.train_pipeline.micro_batch_policy import MicroBatchPolicy
@@ -124,7 +124,8 @@ class BatchQueue:
                     self._fetch_rows()
 
     def is_of_other_mode(self) -> bool:
-        """Whether batches were read in training for evaluation, or so, and this matters."""
+        """Whether a batch in flight has inputs that the model makes in its other mode (training,
+        evaluation), or made before it was attached again."""
         made_ahead = self._pipelined.made_ahead
         return any(made_ahead.is_of_other_mode(each.context) for each in self._inflights)
 
@@ -151,7 +152,7 @@ class BatchQueue:
         """Runs the operations of a step. Collective.
 
         Raises CompatError on all ranks, if a batch of any rank cannot be trained; and see
-        :meth:`.MicroBatchPolicy.decide`.
+        :meth:`.MicroBatchPolicy.decide_whether_whole`.
         """
         inflight, is_training = self.first, self._model.training
         settings = [each.setting for each in self._inflights]
@@ -179,8 +180,8 @@ class BatchQueue:
             self._policy.train_whole_next()
             self._run(schedule)
             return
-        inflight.is_whole = counts_gradients(self._model)
-        self._policy.decide(inflight, flags.model_changed)
+        inflight.is_whole = records_static_graph(self._model)
+        self._policy.decide_whether_whole(inflight, flags.model_changed)
         self._run(schedule)
         self._num_changes = self._pipelined.num_changes
         self._policy.end_step(settings)

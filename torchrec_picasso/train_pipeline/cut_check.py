@@ -162,7 +162,8 @@ class CutEvidence:
     def objection(self) -> str | None:
         """Names work that would run per micro-batch where the user expects it per batch."""
         model = self.program.model
-        reason = why_one_backward(model) or self.news() or next(_hooks_inside(model), None)
+        reason = why_one_backward(model) or self.hook_on_wrappers()
+        reason = reason or next(_hooks_inside(model), None)
         injected, pipeline = self.program.injected, self.program.pipeline
         if reason is None and injected:
             reason = f"register_backward_hook injected work into {', '.join(injected)}"
@@ -170,7 +171,7 @@ class CutEvidence:
             reason = f"{pipeline.__name__} overrides _backward"
         return None if reason is None else f"{reason}; use num_micro_batches=1, or remove it"
 
-    def news(self) -> str | None:
+    def hook_on_wrappers(self) -> str | None:
         """Names a hook on the model's wrappers; the guard of a proof sees hooks inside."""
         model = self.program.model
         for wrapper in (model, wrapper_of(model)):

@@ -50,11 +50,11 @@ def why_one_backward(model: nn.Module) -> str | None:
     return None
 
 
-def counts_gradients(model: nn.Module) -> bool:
-    """Whether the wrapper has a static graph and has not seen a backward of it yet.
+def records_static_graph(model: nn.Module) -> bool:
+    """Whether the next backward is the one in which the wrapper records its static graph.
 
-    In the first backward the wrapper counts how often each parameter gets a gradient. That backward
-    must be one of a whole batch.
+    In that backward the wrapper counts how often each parameter gets a gradient, so it must be one
+    of a whole batch.
     """
     wrapper = wrapper_of(model)
     if wrapper is None or not wrapper.static_graph:

@@ -25,7 +25,7 @@ from torch import nn
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.waiting import note_all_reduce, wait_for
 from torchrec_picasso.train_pipeline.data_parallel import (
-    counts_gradients,
+    records_static_graph,
     why_one_backward,
     without_reduction,
     wrapper_of,
@@ -52,13 +52,13 @@ class DenseAverage:
     def in_step(self) -> Iterator[None]:
         """Context of a step, in which DDP reduces nothing. Collective.
 
-        DDP reduces in the first step of a static graph, in which it counts gradients. Evaluation
-        begins with an average.
+        DDP still reduces in the step in which it records a static graph. Evaluation begins with an
+        average.
         """
         is_training = self._model.training
         if not is_training:
             self.average()
-        is_apart = self._every > 1 and not counts_gradients(self._model)
+        is_apart = self._every > 1 and not records_static_graph(self._model)
         with without_reduction(self._model) if is_apart else nullcontext():
             yield
         self._num_apart += is_apart and is_training

@@ -87,7 +87,7 @@ class InFlightBatch(Fetched):
     def runs(self) -> Sequence[ModelRun]:
         """The runs of the model, in the order of their samples."""
         if self.is_whole:
-            # from the first backward on gradients of rows are sent
+            # gradients of rows are sent from the schedule's first backward on
             return [ModelRun(0, 0, self.order[0], self.batch, self.num_samples, self.filled)]
         batches, sizes = self.micro_batches_K, self.sizes_K
         filled = enumerate(self.filled)
@@ -162,8 +162,8 @@ class InFlightBatch(Fetched):
         keep = UnsplitOutput if is_in_backward else FullBatchOutput
         self.full_outputs[name] = keep(output, name)
 
-    def compute_full_outputs(self, plain: Mapping[str, Any]) -> None:
-        """Computes the plain modules once per batch. Collective."""
+    def compute_plain(self, plain: Mapping[str, Any]) -> None:
+        """Computes the full-batch outputs of the plain modules, once. Collective."""
         for name, module in plain.items():
             if name not in self.full_outputs:
                 module.forward.set_context(self.context)
@@ -172,7 +172,7 @@ class InFlightBatch(Fetched):
     def full_batch_outputs(self, plain: Mapping[str, Any]) -> dict[str, FullBatchOutput]:
         """Computes each pipelined module's output for the whole batch, without its graph.
         Collective. The modules are those of all groups, and ``plain`` ones."""
-        self.compute_full_outputs(plain)
+        self.compute_plain(plain)
         outputs = {name: self.full_outputs[name].detached() for name in plain}
         for group_batch in self.groups:
             group_batch.rows.relay(len(self.sizes_K) - 1)

@@ -39,9 +39,7 @@ from torchrec_picasso.train_pipeline.options import (
 )
 from torchrec_picasso.train_pipeline.pipelined_model import PipelinedModel
 from torchrec_picasso.train_pipeline.preparation import Preparation
-from torchrec_picasso.train_pipeline.rewrite import (
-    explained_tracing,
-)
+from torchrec_picasso.train_pipeline.rewrite import explained_tracing
 from torchrec_picasso.train_pipeline.step_report import OnStep, StepWatch
 from torchrec_picasso.train_pipeline.steps import Steps
 from torchrec_picasso.train_pipeline.stock_steps import StockSteps

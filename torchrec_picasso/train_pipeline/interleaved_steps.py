@@ -13,7 +13,7 @@ from torchrec_picasso._torchrec import TrainPipelineContext
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.waiting import STEP_RANGE, named_range
 from torchrec_picasso.schedule.schedule import Setting
-from torchrec_picasso.sharding.delta_tracker import begin_batch
+from torchrec_picasso.sharding.delta_tracker import step_trackers
 from torchrec_picasso.train_pipeline.batch_queue import BatchQueue
 from torchrec_picasso.train_pipeline.cut_check import CutEvidence
 from torchrec_picasso.train_pipeline.hot_sets import HotSets
@@ -78,13 +78,13 @@ class InterleavedSteps(Steps):
     def _run(self, batches: Iterator[Any]) -> InFlightBatch:
         """Takes a step; returns its batch. Collective."""
         queue = self._queue
-        fetched = None if queue else queue.fetch_first(batches)
+        fetched = None if len(queue) else queue.fetch_first(batches)
         if self._lifecycle.state is State.NEW:  # a model is examined by its first batch
             first = fetched or queue.first
             self._take_over(first.batch, first.context)
         if fetched is not None:
             queue.begin(fetched)
-        begin_batch(self._model)
+        step_trackers(self._model)
         assert self._pipelined is not None
         self._pipelined.check_forwards()
         # batches in flight have layouts of an older hot set, or inputs of the model's other mode
@@ -102,7 +102,7 @@ class InterleavedSteps(Steps):
         """Takes over the sharded modules of the model. Collective."""
         found = self._trace(batch, context)
         # batches in flight were read by the facts of the first batch
-        known = self._pipelined.first_batch if self._queue and self._pipelined else None
+        known = self._pipelined.first_batch if len(self._queue) and self._pipelined else None
         found.examine_first_batch(batch, context, known)
         try:
             self._policy.begin(CutEvidence(self._program, found))

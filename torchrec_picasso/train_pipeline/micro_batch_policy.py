@@ -123,7 +123,7 @@ class MicroBatchPolicy:
         if self._why_whole is not None:
             return False
         if self._guard is not None:
-            self._change = self._guard.changed(batch) or self._evidence.news()
+            self._change = self._guard.changed(batch) or self._evidence.hook_on_wrappers()
         elif self._proof is not None and num_samples(batch):
             # a proof without a guard: this rank's first batch was empty, so it saw nothing
             self._change = "the first batch of a rank had no samples"
@@ -138,7 +138,7 @@ class MicroBatchPolicy:
         """Notes the start of a step, before operations that wait for other ranks."""
         self._clock.start_step()
 
-    def decide(self, inflight: InFlightBatch, has_changed: bool) -> None:
+    def decide_whether_whole(self, inflight: InFlightBatch, has_changed: bool) -> None:
         """Decides before a training step whether its batch is trained whole. Collective.
 
         ``has_changed`` tells whether the model of any rank has changed since the last decision.

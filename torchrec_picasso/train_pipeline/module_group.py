@@ -100,7 +100,7 @@ def is_weighted(module: ScheduledModule, has_weights: bool) -> bool:
     return module.group.plan.has_pooling and (has_weights or isinstance(module, ProcessedModule))
 
 
-def peers_of(name: str, module: ScheduledModule) -> tuple[Any, ...]:
+def exchange_key(name: str, module: ScheduledModule) -> tuple[Any, ...]:
     """Returns what is equal for modules that can share an exchange, whatever their features."""
     # One exchange needs one process group, way between hosts and wire precision; a module with
     # several waves has its own name in the key, so it travels alone.
@@ -116,6 +116,6 @@ def group_modules(
     alike: dict[Any, dict[str, ScheduledModule]] = {}
     # All ranks build the same keys.
     for name, module in modules.items():
-        key = (name in vbe, *peers_of(name, module), is_weighted(module, name in weighted))
+        key = (name in vbe, *exchange_key(name, module), is_weighted(module, name in weighted))
         alike.setdefault(key, {})[name] = module
     return [ModuleGroup(group, is_vbe=is_vbe) for (is_vbe, *_), group in alike.items()]

@@ -38,9 +38,9 @@ class _Vote(IntEnum):
     """A rank's vote on whether a module got a gradient; the largest vote of all ranks wins."""
 
     UNKNOWN = 0  # of a rank without samples
-    TRAINED_WITHOUT_SAMPLES = 2
-    UNTRAINED = 3
-    TRAINED = 4
+    TRAINED_WITHOUT_SAMPLES = 1
+    UNTRAINED = 2
+    TRAINED = 3
 
 
 class InferenceMode:
@@ -179,8 +179,8 @@ class Operations:
     def _forward(self, inflight: InFlightBatch, index: int) -> None:
         """Runs the model on one micro-batch.
 
-        A batch that this rank does not cut runs as the first one: then the others are operations
-        without a run, which all ranks still reach in the same order.
+        A batch that this rank does not cut is its first micro-batch. The others then have nothing
+        to run; all ranks still reach their operations in the same order.
         """
         for each in inflight.groups:
             each.rows.relay(index)
@@ -194,7 +194,7 @@ class Operations:
             for name, module in each.group.modules.items():
                 acquired = inflight.acquire(run.micro_batches, each, name, trains=True)
                 module.forward.set_compute(partial(each.group.output, name, acquired))
-        inflight.compute_full_outputs(self.pipelined.plain)
+        inflight.compute_plain(self.pipelined.plain)
         sizes = [each.num_samples for each in runs]
         for name, module in self.pipelined.plain.items():
             module.forward.set_output(inflight.full_outputs[name].part(sizes, run.number))

@@ -29,10 +29,9 @@ from torchrec_picasso.ops.id_reader import IdReader, PreparedIds
 from torchrec_picasso.ops.ids import IdSpace, PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.rows.group import ROUTES, merged_tables
-from torchrec_picasso.rows.row_route import RowRoute
 from torchrec_picasso.rows.valid_features import length_error, with_weights
 from torchrec_picasso.train_pipeline.model_parts import ScheduledModule
-from torchrec_picasso.train_pipeline.module_group import is_weighted, peers_of
+from torchrec_picasso.train_pipeline.module_group import exchange_key, is_weighted
 
 _STEPS = (GetAttrArgInfoStep, GetItemArgInfoStep, NoopArgInfoStep)
 _CPU = torch.device("cpu")
@@ -47,7 +46,7 @@ class _Reading:
     """Path from a batch to the features."""
     tables: Sequence[PackedTable]
     """The tables of the module, without their hot rows."""
-    peers: int
+    exchange: int
     """Modules with one number may share an exchange."""
     weights: tuple[bool, bool]
     """Whether weights travel, for features without and with per-sample weights."""
@@ -83,9 +82,9 @@ class Preparation:
                 continue
             none = torch.empty(0, dtype=torch.int64)
             tables = [replace(table, hot_rows_H=none) for table in module.group.tables]
-            peers = numbers.setdefault(peers_of(name, module), len(numbers))
+            exchange = numbers.setdefault(exchange_key(name, module), len(numbers))
             weights = is_weighted(module, False), is_weighted(module, True)
-            readings.append(_Reading(name, source, tables, peers, weights))
+            readings.append(_Reading(name, source, tables, exchange, weights))
         return Preparation(readings)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -110,7 +109,7 @@ class Preparation:
         groups: dict[tuple[int, bool], dict[str, tuple[_Reading, KeyedJaggedTensor]]] = {}
         for each in self.readings if not isinstance(batch, PreparedBatch) else ():
             features = maybe_td_to_kjt(each.source.process_steps(batch), None)
-            key = each.peers, each.weights[features.weights_or_none() is not None]
+            key = each.exchange, each.weights[features.weights_or_none() is not None]
             groups.setdefault(key, {})[each.name] = each, features
         ids_of = {}
         for (_, has_weights), group in groups.items():
@@ -127,7 +126,7 @@ class Preparation:
         names = tuple(each.name for each in readings)
         if names not in self._readers:
             merged = merged_tables([each.tables for each in readings])
-            tables = [table for table in merged if issubclass(ROUTES[table.route], RowRoute)]
+            tables = [table for table in merged if ROUTES[table.route].reads_unique_rows]
             reader = None
             if tables:
                 reader = IdReader(IdSpace.build(tables, _CPU), PackPlan.build(tables, _CPU))

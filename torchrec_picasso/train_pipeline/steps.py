@@ -61,7 +61,7 @@ class Steps(ABC):
 
     @abstractmethod
     def take(self, batches: Iterator[Any], pipeline: TrainPipelineSparseDist[Any, Any]) -> Step:
-        """Takes a step on this rank's next batch. Collective.
+        """Takes a step on this rank's next batch; ``pipeline`` is the user's. Collective.
 
         Raises StopIteration on all ranks at once, after the last batch of any rank.
         """

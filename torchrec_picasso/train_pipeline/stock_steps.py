@@ -122,18 +122,18 @@ class StockSteps(Steps, Iterator[Any]):
         own = self._own.popleft() if self._own else None
         is_data = own is not None
         if self._last is None or self._asks_ahead:
-            own = self._agreed(own)
+            own = self._agree_on_data(own)
         elif own is None:
             own = empty_batch(self._last, self._options.split)
         self._last = own
         self._are_data.append(is_data)
         return own
 
-    def _agreed(self, own: Any) -> Any:
+    def _agree_on_data(self, own: Any) -> Any:
         """Returns the batch, or an empty one if only other ranks have data. Collective."""
         asks_ahead = self._asks_ahead or (own is not None and not self._can_be_cut(own))
-        told = Agreement(self._pg, self._device, [own is not None, asks_ahead]).wait()
-        have_data_W, asks_W = zip(*told)
+        by_rank = Agreement(self._pg, self._device, [own is not None, asks_ahead]).wait()
+        have_data_W, asks_W = zip(*by_rank)
         self._asks_ahead = any(asks_W)
         if not any(have_data_W) or not (all(have_data_W) or self._execute_all_batches):
             self._own.extendleft([] if own is None else [own])
