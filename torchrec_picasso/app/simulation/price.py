@@ -206,7 +206,7 @@ def curves_of(curves: CommCurves, cluster: Cluster) -> CommCurves:
     faster. Latency grows with the peers of a rank.
 
     Raises:
-        PlanError: If the curves are of one rank, and the cluster has several; likewise of hosts.
+        PlanError: If the curves are of one rank, or of one host, and the cluster has several.
     """
     curves.mismatch(world_size=cluster.world_size, device=curves.device)
     own_places = min(curves.ranks_per_host, curves.world_size)
