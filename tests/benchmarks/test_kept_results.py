@@ -2,10 +2,14 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from benchmarks.simulations import __main__ as simulations
 from torchrec_picasso.app.config.load import load_rules
 from torchrec_picasso.app.config.quality import QualityConfig
 
@@ -54,6 +58,12 @@ def test_figures_are_those_of_the_kept_run() -> None:
     figures = [figure for row in rows for figure in QUALITY_FIGURE.findall(row)]
     assert len(figures) > 60
     assert not [figure for figure in figures if figure not in kept]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="its matplotlib draws otherwise")
+def test_the_picture_of_simulations_is_of_the_kept_results(tmp_path: Path) -> None:
+    assert simulations.main(["-o", str(drawn := tmp_path / "simulated.svg")]) == 0
+    assert drawn.read_text() == (ROOT / "docs" / "simulated.svg").read_text()
 
 
 def numbers(of: Any) -> Iterator[float]:

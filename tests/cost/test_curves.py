@@ -100,6 +100,9 @@ def test_latency_grows_with_the_peers_and_bandwidth_stays() -> None:
     on_hosts = dataclasses.replace(curves, world_size=4, ranks_per_host=2, collectives=levels)
     assert on_hosts.ms("inside", 1e6, world_size=8) == pytest.approx(1.5)
     assert on_hosts.ms("across", 1e6, world_size=8) == pytest.approx(3 * 0.5 + 1.0)
+    for size, places in ((4, 1), (4, 4), (5, 2), (2, 4)):
+        with pytest.raises(PicassoError, match=f"are of {size} ranks, {places} per host, expected"):
+            dataclasses.replace(on_hosts, world_size=size, ranks_per_host=places)
 
 
 def _measure_on_hosts(rank: int, world_size: int) -> list[CommCurves]:

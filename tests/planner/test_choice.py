@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import Curve
 from torchrec_picasso.cost.local import DenseTimes, LocalCosts
+from torchrec_picasso.cost.schedule_time import StepPrice
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 from torchrec_picasso.placement import Form
-from torchrec_picasso.planner.choice import TableInfo, choose, price_plan
+from torchrec_picasso.planner.choice import PricedPlan, TableInfo, _fastest, choose, price_plan
 
 ROWS = 20_000
 BATCH = 1024
@@ -298,6 +299,28 @@ def test_rows_go_by_host_where_ranks_share_them_and_the_network_is_slow() -> Non
         choice = choose(may_go_by_host(shared, no_hot_rows="no"), pricer(network, world_size=8))
         assert set(choice.forms) == {"rows"}
         assert choice.priced_ms["node_rows"] > 0.97 * choice.priced_ms["rows"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "bags", "by_host", "fastest"),
+    [(98.5, 99, 96.5, "stock"), (90, 70, 69, "bags"), (90, 70, 67, "node_rows")],
+)
+def test_rows_by_host_must_beat_the_best_other_plan_and_rows_sent_directly(
+    rows: float, bags: float, by_host: float, fastest: str
+) -> None:
+    plans = {
+        name: PricedPlan(
+            forms=(),
+            num_hot=(),
+            stock_types=(),
+            step=StepPrice(step_ms=ms, wire_ms=ms, compute_ms=0.0),
+            sent_bytes={},
+        )
+        for name, ms in zip(
+            ("stock", "rows", "bags", "mixed", "node_rows"), (100.0, rows, bags, 99.0, by_host)
+        )
+    }
+    assert _fastest(plans, pricer(curves())) == fastest
 
 
 def test_relays_sort_copy_and_sum() -> None:

@@ -28,6 +28,7 @@ from tests.train_pipeline.runs import (
     run_to_the_end,
 )
 from torchrec_picasso import CompatError, ConfigError, StepReports
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.wire_meter import WireMeter
 from torchrec_picasso.train_pipeline.options import PipelineOptions
 
@@ -160,6 +161,23 @@ def test_dense_weights_travel_with_an_average_alone() -> None:
         assert life["sums"] == [int(step in (EVERY, 2 * EVERY, 8)) for step in range(2, 10)]
         # steps that train; no comparison of the cut sends anything
         assert life["reported"][2:8] == life["bytes"][:6]
+
+
+def _freeze(rank: int, world_size: int) -> tuple[bool, str]:
+    job = dataclasses.replace(HOT_COLD, placement={"*": 3})
+    model: Any = build(job, rank, world_size)
+    weight = model.module.over.weight.requires_grad_(False)
+    before = weight.clone()
+    pipeline = pipeline_of(model, num_micro_batches=1, average_dense_every=2)
+    run_to_the_end(pipeline, iter(batches_of(job, rank, range(4))))
+    return torch.equal(weight, before), pipeline.summary()
+
+
+def test_frozen_weights_stay_and_the_summary_tells() -> None:
+    """The mean of three equal weights may be another weight, by rounding."""
+    for stays, told in run_ranks(_freeze, 3, timeout_s=60):
+        assert stays
+        assert told.endswith("\ndense weights: averaged every 2 steps, not exact")
 
 
 def test_it_is_announced_or_refused() -> None:

@@ -150,6 +150,13 @@ class CommCurves:
         for name in ("world_size", "ranks_per_host"):
             if not 1 <= getattr(self, name) < 2**31:
                 raise PicassoError(f"{name} is {getattr(self, name)}, expected a number of ranks")
+        num_hosts, rest = divmod(self.world_size, self.ranks_per_host)
+        if self.has_levels and (rest or num_hosts < 2 or self.ranks_per_host < 2):
+            raise PicassoError(
+                f"curves inside and across hosts are of {self.world_size} ranks, "
+                f"{self.ranks_per_host} per host, expected several ranks on each of several hosts; "
+                f"{_HINT}"
+            )
 
     @property
     def has_levels(self) -> bool:

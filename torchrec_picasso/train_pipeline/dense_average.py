@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.waiting import note_all_reduce, wait_for
@@ -44,16 +44,20 @@ class DenseAverage:
         self._model, self._every = model, every
         self._num_apart = 0
         """Training steps since the weights were equal on all ranks."""
+        self._apart: dict[Tensor, None] = {}
+        """Weights that these steps may have changed."""
         reason = None if every == 1 else _why_not(model)
         if reason is not None:
             raise CompatError(f"average_dense_every is {every}, but {reason}; leave it at 1")
+        self.told = [f"dense weights: averaged every {every} steps, not exact"] * (every > 1)
+        """Lines of the pipeline's summary."""
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Context of a step, in which DDP reduces nothing. Collective.
 
-        DDP still reduces in the step in which it records a static graph. Evaluation begins with an
-        average.
+        DDP reduces in the first step of a static graph, in which it counts gradients, also where
+        a run goes on from a checkpoint. Evaluation begins with an average.
         """
         is_training = self._model.training
         if not is_training:
@@ -61,18 +65,22 @@ class DenseAverage:
         is_apart = self._every > 1 and not records_static_graph(self._model)
         with without_reduction(self._model) if is_apart else nullcontext():
             yield
-        self._num_apart += is_apart and is_training
+        wrapper = wrapper_of(self._model)
+        if is_apart and is_training and wrapper is not None:
+            self._num_apart += 1
+            # a mean of equal weights may round to another weight, and frozen ones must stay
+            self._apart |= dict.fromkeys(w for w in wrapper._module_parameters if w.requires_grad)
         if self._num_apart == self._every:
             self.average()
 
     @torch.no_grad()
     def average(self) -> None:
         """Averages the weights if ranks have stepped them apart. Collective: an all-reduce."""
-        wrapper = wrapper_of(self._model)
-        if not self._num_apart or wrapper is None:
+        wrapper, weights = wrapper_of(self._model), list(self._apart)
+        self._num_apart, self._apart = 0, {}
+        if not weights or wrapper is None:
             return
-        self._num_apart = 0
-        weights, size = wrapper._module_parameters, wrapper.process_group.size()
+        size = wrapper.process_group.size()
         # one vector for one all-reduce; torch's average_parameters would leave weights in it, at
         # addresses that are not aligned
         flat = torch.cat([weight.reshape(-1) for weight in weights])

@@ -306,6 +306,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
         """Takes over the model's sharded modules again; another model drops batches in flight."""
         if model is not None and model is not self._model:
+            self.average_dense()
             self.reset()
             self._steps.begin_again()
             self._model = model
@@ -340,4 +341,4 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def summary(self) -> str:
         """Describes how each sharded module is run, after a step, and the setting, line by line."""
-        return self._steps.summary()
+        return "\n".join([self._steps.summary(), *self._dense_average.told])

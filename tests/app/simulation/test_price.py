@@ -1,6 +1,8 @@
 """Prices of counted steps: links shared by a host's ranks, and the planner's price where ids are
 uniform."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -61,6 +63,10 @@ def test_ranks_of_a_host_share_its_link() -> None:
     assert one_host.ms("all_to_all", 1e6) == pytest.approx(1.5 + 1)
     with pytest.raises(PlanError, match="the curves are of one host, the cluster has 2"):
         curves_of(one_host, _cluster(2, 1)[1])
+    with pytest.raises(PlanError, match="the curves are of 1 rank, without communication"):
+        curves_of(CommCurves.assumed(1, gbytes_per_s=0.1), _cluster(1, 2)[1])
+    part_of_a_host = dataclasses.replace(LINK, ranks_per_host=8)
+    assert curves_of(part_of_a_host, _cluster(1, 2)[1]).ms("row_exchange", 1e6) > 0
 
 
 @pytest.mark.parametrize("num_places", [1, 2])

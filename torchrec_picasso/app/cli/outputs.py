@@ -60,20 +60,24 @@ def print_table(*rows: Sequence[str]) -> None:
         print("  " + "  ".join([first.ljust(widths[0]), *aligned]).rstrip())
 
 
-def new_picture(width: float = 6.5, height: float = 4.2, num_axes: int = 1) -> tuple[Any, Any]:
-    """A figure of a size in inches and its axes, side by side, for :func:`save_picture`."""
+def new_picture(
+    width: float = 6.5, height: float = 4.2, num_axes: int = 1, num_lines: int = 1
+) -> tuple[Any, Any]:
+    """A figure of a size in inches and its axes, side by side in lines, for
+    :func:`save_picture`."""
     from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(1, num_axes)
+    return figure, figure.subplots(num_lines, num_axes)
 
 
-def save_picture(figure: Any, path: str | Path) -> None:
-    """Applies the style and writes a picture; the suffix determines the format."""
+def save_picture(figure: Any, path: str | Path, **options: Any) -> None:
+    """Applies the style and writes a picture, with options of matplotlib's ``savefig``; the suffix
+    determines the format."""
     for axes in figure.axes:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, **options)

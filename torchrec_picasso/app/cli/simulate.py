@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torchrec_picasso.app.cli.outputs import (
     check_outputs,
@@ -16,6 +17,7 @@ from torchrec_picasso.app.cli.outputs import (
 from torchrec_picasso.app.config import load_config
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.simulation.simulate import Question, Simulated, simulate
+from torchrec_picasso.app.simulation.stock_traffic import STOCK_TYPES
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.frequency import FrequencyStats
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         write_result({"question": asked, "clusters": [each.as_dict() for each in found]}, args.json)
         print(f"wrote {args.json}")
     if args.plot:
-        draw(found, args.plot)
+        draw({Path(args.config).stem: [each.as_dict() for each in found]}, args.plot)
         print(f"wrote {args.plot}")
 
 
@@ -115,24 +117,39 @@ def _print(question: Question, found: Sequence[Simulated]) -> None:
     )
 
 
-def draw(found: Sequence[Simulated], path: str | Path) -> None:
-    """Draws the predicted step, and the bytes that a host sends to others, over ranks."""
-    figure, (steps, sent) = new_picture(9.0, 4.0, num_axes=2)
-    names = dict.fromkeys(each.name for cluster in found for each in cluster.priced)
-    for name in names:
-        points = [
-            (cluster.ranks, each.step.step_ms, each.across_bytes / _MB)
-            for cluster in found
-            for each in cluster.priced
-            if each.name == name
-        ]
-        ranks, step_ms, across_mb = zip(*points)
-        steps.plot(ranks, step_ms, label=name, marker=".")
-        sent.plot(ranks, across_mb, label=name, marker=".")
-    steps.set(title="predicted step, ms", yscale="log")
-    sent.set(title="sent per host to others, MB", yscale="symlog")  # one host sends nothing
-    for axes in (steps, sent):
-        axes.set(xscale="log", xlabel="ranks")
-        axes.set_xticks([cluster.ranks for cluster in found], [f"{c.ranks}" for c in found])
-        axes.minorticks_off()
-    save_picture(figure, path)
+def draw(
+    clusters_of: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path, **options: Any
+) -> None:
+    """Draws the predicted step, and the bytes that a host sends to others, over ranks: a line of
+    pictures for each model.
+
+    Args:
+        clusters_of: Clusters of each model, as in the JSON.
+        path: File to write.
+        **options: Options of matplotlib's ``savefig``.
+    """
+    num_models = len(clusters_of)
+    figure, axes = new_picture(9.0, 4.0 * num_models, num_axes=2, num_lines=num_models)
+    axes_M2 = axes.reshape(num_models, 2)
+    for (steps, sent), (model, clusters) in zip(axes_M2, clusters_of.items()):
+        for name in dict.fromkeys(each["name"] for found in clusters for each in found["priced"]):
+            points = [
+                (cluster["ranks"], each["step"]["step_ms"], each["across_bytes"] / _MB)
+                for cluster in clusters
+                for each in cluster["priced"]
+                if each["name"] == name
+            ]
+            ranks, step_ms, across_mb = zip(*points)
+            line = "--" if name in STOCK_TYPES else "-"
+            label = name if steps is axes_M2[0, 0] else None
+            steps.plot(ranks, step_ms, line, label=label, marker=".")
+            sent.plot(ranks, across_mb, line, marker=".")
+        steps.set(title=f"{model}: predicted step, ms", yscale="log")
+        # one host sends nothing
+        sent.set(title=f"{model}: sent per host to others, MB", yscale="symlog")
+        for each in (steps, sent):
+            each.set(xscale="log", xlabel="ranks")
+            sizes = [cluster["ranks"] for cluster in clusters]
+            each.set_xticks(sizes, list(map(str, sizes)))
+            each.minorticks_off()
+    save_picture(figure, path, **options)

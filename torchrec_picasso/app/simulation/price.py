@@ -206,10 +206,11 @@ def curves_of(curves: CommCurves, cluster: Cluster) -> CommCurves:
     faster. Latency grows with the peers of a rank.
 
     Raises:
-        PlanError: If the curves are of one host, and the cluster has several.
+        PlanError: If the curves are of one rank, or of one host, and the cluster has several.
     """
-    own_places = curves.ranks_per_host
-    own_hosts = curves.world_size // own_places
+    curves.mismatch(world_size=cluster.world_size, device=curves.device)
+    own_places = min(curves.ranks_per_host, curves.world_size)
+    own_hosts = -(-curves.world_size // own_places)
     own_share = link_share(own_hosts, own_places)
     hosts, places, size = cluster.num_hosts, cluster.num_places, cluster.world_size
     share = link_share(hosts, places)
@@ -234,7 +235,7 @@ def curves_of(curves: CommCurves, cluster: Cluster) -> CommCurves:
         )
 
     if own_share and not share:
-        converted = {name: on_host(curve, size - 1) for name, curve in found.items()}
+        converted = {name: on_host(found[name], size - 1) for name in COLLECTIVES}
     else:
         factors = dict.fromkeys(("all_to_all", "row_exchange"), share / own_share if share else 1.0)
         peers = (size - 1) / own_peers
