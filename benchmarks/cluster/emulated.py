@@ -142,9 +142,7 @@ class EmulatedCluster:
             _make_switches(self._switch, self._shape)
             for index in range(self.num_hosts):
                 self._hosts.append(self._namespace())
-                _plug_in(
-                    self._hosts[index], self._switch, index, self._racks[index], self._shape
-                )
+                _plug_in(self._hosts[index], self._switch, index, self._racks[index], self._shape)
         except BaseException:
             self._close()
             raise
