@@ -26,10 +26,12 @@ from benchmarks.cluster import EmulatedCluster
 from benchmarks.cluster.awake import cores_awake
 from benchmarks.cluster.emulated import host_address
 from benchmarks.command import at_least, command_parser
+from torchrec_picasso.app.cli.calibrate import calibrate_on_rank
 from torchrec_picasso.app.cli.launcher import join_torchrun
 from torchrec_picasso.app.cli.order import measure_on_rank, print_ring
 from torchrec_picasso.app.cli.outputs import check_outputs, write_result
-from torchrec_picasso.app.config import DataConfig, ModelConfig, TrainConfig
+from torchrec_picasso.app.config import DataConfig, ModelConfig, ShardingConfig, TrainConfig
+from torchrec_picasso.app.launch.host_ring import HostRing
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.trainer import Trainer
@@ -38,18 +40,19 @@ from torchrec_picasso.app.zoo.registry import make_source
 WARMUP_STEPS = 20
 """Steps before timed ones: the pipeline tries settings, and checks micro-batches in step 16."""
 _TIMEOUT_S = 900.0
+_BYTES = 4 << 20  # largest exchange of both measurements
 _PORT = "29500"  # a host of its own has no port taken
 
 
-def configuration(path: Path, batch_size: int) -> TrainConfig:
-    """Returns the run's configuration: MLPerf's DLRM, else defaults."""
+def configuration(path: Path, batch_size: int, curves: Path) -> TrainConfig:
+    """Returns the run's configuration: MLPerf's DLRM, planned with measured curves."""
     data = DataConfig(
         path=str(path), batch_size=batch_size, max_rows=100_000, cardinalities="criteo_terabyte_10m"
     )
     model = ModelConfig(
         embedding_dim=128, dense_layers=(512, 256), over_layers=(1024, 1024, 512, 256)
     )
-    return TrainConfig(data=data, model=model)
+    return TrainConfig(data=data, model=model, sharding=ShardingConfig(curves=str(curves)))
 
 
 def train(
@@ -80,6 +83,20 @@ def train(
         "setting": str(trainer.interleaved.setting),
         "losses": [float(loss) for loss in losses],
     }
+
+
+def prepare(
+    cluster: EmulatedCluster, data: Path, batch_size: int, folder: Path
+) -> tuple[TrainConfig, HostRing, str]:
+    """Measures curves and order, as ``calibrate --no-local`` and ``order``; also writes a file of
+    the order, which is returned last."""
+    start: dict[str, Any] = {"timeout_s": _TIMEOUT_S, "on_start": cluster.on_start}
+    curves, order = folder / "curves.json", folder / "order.json"
+    run_ranks(calibrate_on_rank, cluster.world_size, _BYTES, 0.3, False, **start)[0].to_json(curves)
+    ring, _ = run_ranks(measure_on_rank, cluster.world_size, _BYTES, **start)[0]
+    print_ring(ring, cluster.world_size)
+    write_result({"order": ring.order}, order)
+    return configuration(data, batch_size, curves), ring, str(order)
 
 
 def run_of(
@@ -117,19 +134,14 @@ def main() -> int:
         parser.add_argument(name, type=at_least(least), default=default)
     args = parser.parse_args()
     check_outputs(args, "out")
-    config = configuration(args.data, args.batch_size)
     racks = [host % 2 for host in range(args.hosts)]
     hosts = EmulatedCluster(args.hosts, args.rate_mbit, args.ranks_per_host, racks=racks)
     runs: dict[str, list[dict[str, Any]]] = {"given": [], "chosen": []}
     with tempfile.TemporaryDirectory() as folder, cores_awake(), hosts as cluster:
-        measuring = (measure_on_rank, cluster.world_size, 4 << 20)
-        ring, _ = run_ranks(*measuring, timeout_s=_TIMEOUT_S, on_start=cluster.on_start)[0]
-        print_ring(ring, cluster.world_size)
-        order = Path(folder, "order.json")
-        write_result({"order": ring.order}, order)
+        config, ring, order = prepare(cluster, args.data, args.batch_size, Path(folder))
         for turn in range(args.rounds):
             for name in ("given", "chosen")[:: -1 if turn % 2 else 1]:
-                file = str(order) if name == "chosen" else None
+                file = order if name == "chosen" else None
                 runs[name].append(run_of(cluster, config, file, args.steps))
                 print(name, {k: v for k, v in runs[name][-1].items() if k != "losses"}, flush=True)
     gains = [given["step_ms"] / chosen["step_ms"] for given, chosen in zip(*runs.values())]
