@@ -78,8 +78,7 @@ def best_ring(pair_ms_YY: Sequence[Sequence[float]]) -> list[int]:
     ring = [0]
     while left := sorted(set(range(num_hosts)).difference(ring)):
         ring.append(min(left, key=lambda host: pair_ms_YY[ring[-1]][host]))
-    rings = (_shortened(pair_ms_YY, start) for start in (list(range(num_hosts)), ring))
-    return min(rings, key=lambda ring: _length(pair_ms_YY, ring))
+    return _shortened(pair_ms_YY, ring)
 
 
 def _length(pair_ms_YY: Sequence[Sequence[float]], ring: list[int]) -> float:
