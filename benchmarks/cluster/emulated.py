@@ -1,6 +1,6 @@
 """The cluster as a context: hosts on a switch on entry, nothing left on exit, however it came.
 
-The switch is a namespace too, so the machine's own network is neither changed nor used, and its
+The switches are a namespace too, so the machine's own network is neither changed nor used, and its
 firewall has no say. Each link is shaped at both ends: what the host sends, and what the switch
 sends to it, so a host that several others write to is as slow as a real one.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -45,9 +46,11 @@ class EmulatedCluster:
         rate_mbit: Rate of every link in each direction, Mbit/s; ``None`` = not shaped.
         ranks_per_host: Ranks that share a host and its link.
         pin: Whether each rank keeps to one core; give ``run_ranks`` one thread per rank then.
+        racks: Rack of each host, 0 or 1: two switches, joined by one link of the same rate; all
+            hosts are on one switch by default.
 
     Raises:
-        ValueError: If there is no host, no rank or no rate.
+        ValueError: If there is no host, no rank or no rate, or not one rack for each host.
         ClusterError: On entry, if the machine cannot; nothing is left behind.
     """
 
@@ -58,11 +61,15 @@ class EmulatedCluster:
         ranks_per_host: int = 1,
         *,
         pin: bool = True,
+        racks: Sequence[int] | None = None,
     ) -> None:
         if not 1 <= num_hosts <= _MAX_HOSTS:
             raise ValueError(f"num_hosts is {num_hosts}; a cluster has 1 to {_MAX_HOSTS} hosts")
         if ranks_per_host < 1:
             raise ValueError(f"ranks_per_host is {ranks_per_host}; a host runs at least 1 rank")
+        self._racks = [0] * num_hosts if racks is None else list(racks)
+        if len(self._racks) != num_hosts or not {0, 1}.issuperset(self._racks):
+            raise ValueError(f"racks is {racks}; each of {num_hosts} hosts is in rack 0 or 1")
         self.num_hosts = num_hosts
         self.rate_mbit = rate_mbit
         self.ranks_per_host = ranks_per_host
@@ -110,6 +117,15 @@ class EmulatedCluster:
             for index, host in enumerate(self._hosts)
         ]
 
+    def uplink_bytes(self) -> list[int]:
+        """Bytes that each rack sent to the other since entry, headers included.
+
+        Raises:
+            ClusterError: If the cluster is not up.
+        """
+        switch = self._up()
+        return [_queue(switch, _uplink(rack))["bytes"] for rack in (0, 1)]
+
     def set_link(self, host: int, up: bool) -> None:
         """Takes a host's port at the switch away, or gives it back.
 
@@ -123,10 +139,10 @@ class EmulatedCluster:
             raise ClusterError("the emulated cluster is up already; make another one")
         try:
             self._switch = self._namespace()
-            _make_switch(self._switch)
+            _make_switches(self._switch, self._shape)
             for index in range(self.num_hosts):
                 self._hosts.append(self._namespace())
-                _plug_in(self._hosts[index], self._switch, index, self._shape)
+                _plug_in(self._hosts[index], self._switch, index, self._racks[index], self._shape)
         except BaseException:
             self._close()
             raise
@@ -168,24 +184,37 @@ def why_unavailable() -> str | None:
         return str(error)
 
 
-def _make_switch(switch: Namespace) -> None:
-    switch.run("ip", "link", "add", _SWITCH, "type", "bridge", "mcast_snooping", "0")
-    # no IPv6 addresses anywhere: their neighbour search would be counted as traffic
-    switch.run("ip", "link", "set", "dev", _SWITCH, "addrgenmode", "none", "up")
+def _make_switches(switch: Namespace, shape: LinkShape) -> None:
+    """Makes a switch per rack and their link, shaped at both ends before it is up."""
+    switch.run("ip", "link", "add", _uplink(0), "type", "veth", "peer", "name", _uplink(1))
+    for rack in (0, 1):
+        bridge = f"{_SWITCH}{rack}"
+        switch.run("ip", "link", "add", bridge, "type", "bridge", "mcast_snooping", "0")
+        # no IPv6 addresses anywhere: their neighbour search would be counted as traffic
+        switch.run("ip", "link", "set", "dev", bridge, "addrgenmode", "none", "up")
+        for command in shape.commands(_uplink(rack)):
+            switch.run(*command)
+        up = ("addrgenmode", "none", "master", bridge, "up")
+        switch.run("ip", "link", "set", "dev", _uplink(rack), *up)
 
 
-def _plug_in(host: Namespace, switch: Namespace, index: int, shape: LinkShape) -> None:
-    """Joins a host to the switch by a pair of interfaces, both ends shaped before they are up."""
+def _plug_in(host: Namespace, switch: Namespace, index: int, rack: int, shape: LinkShape) -> None:
+    """Joins a host to a switch by a pair of interfaces, both ends shaped before they are up."""
     port = _port(index)
     peer = ("peer", "name", HOST_INTERFACE, "netns", host.path)
     switch.run("ip", "link", "add", port, "type", "veth", *peer)
     for namespace, interface in ((host, HOST_INTERFACE), (switch, port)):
         for command in shape.commands(interface):
             namespace.run(*command)
-    switch.run("ip", "link", "set", "dev", port, "addrgenmode", "none", "master", _SWITCH, "up")
+    up = ("addrgenmode", "none", "master", f"{_SWITCH}{rack}", "up")
+    switch.run("ip", "link", "set", "dev", port, *up)
     host.run("ip", "link", "set", "dev", "lo", "up")
     host.run("ip", "address", "add", f"{host_address(index)}/24", "dev", HOST_INTERFACE)
     host.run("ip", "link", "set", "dev", HOST_INTERFACE, "addrgenmode", "none", "up")
+
+
+def _uplink(rack: int) -> str:
+    return f"uplink{rack}"
 
 
 def _port(index: int) -> str:

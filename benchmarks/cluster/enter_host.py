@@ -7,9 +7,10 @@ thread that makes them, for good.
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 
-from benchmarks.cluster.namespaces import enter_namespace
+from benchmarks.cluster.namespaces import enter_namespace, leave_host_name
 
 HOST_INTERFACE = "eth0"
 """Name of the one link inside every host."""
@@ -34,6 +35,8 @@ class EnterHost:
         """Enters the host of ``rank`` and sets what gloo and TorchRec read of the environment."""
         host, local_rank = divmod(rank, self.ranks_per_host)
         enter_namespace(self.hosts[host])
+        leave_host_name()
+        socket.sethostname(f"host{host}")
         if self.pin:
             cores = sorted(os.sched_getaffinity(0))
             world_size = len(self.hosts) * self.ranks_per_host

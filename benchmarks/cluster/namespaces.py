@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
 _OWN_NAMESPACE = "/proc/thread-self/ns/net"
 _ADMIN_FOLDERS = ("/usr/sbin", "/sbin")  # where iproute2 is, and the PATH of many users is not
 
@@ -75,6 +75,11 @@ def enter_namespace(path: str) -> None:
             f"cannot enter the network namespace {path}: {error.strerror}; run as root, while the "
             "process that made it keeps it"
         ) from error
+
+
+def leave_host_name() -> None:
+    """Gives the calling thread, and what it starts later, a host name that may be changed."""
+    _call("unshare", _CLONE_NEWUTS)
 
 
 def tool_path(name: str) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -108,6 +109,29 @@ def test_a_link_keeps_its_rate_in_both_directions(transfer: str) -> None:
     # above full frames: the handshake, acknowledgements, barriers, ends of messages
     wire = payload * HEADERS * (1 + repeats)
     assert all(wire <= sent < 1.03 * wire for sent in sent_bytes), (wire, sent_bytes)
+
+
+def ring(rank: int, world_size: int, order: list[int]) -> str:
+    """Sends 1 MB to the next rank of an order of ranks; returns the name of this host."""
+    place = order.index(rank)
+    sent = torch.zeros(250_000)
+    sending = dist.isend(sent, order[(place + 1) % world_size])
+    dist.recv(sent, order[place - 1])
+    assert sending is not None
+    sending.wait()
+    dist.barrier()
+    return socket.gethostname()
+
+
+@needs_cluster
+@pytest.mark.parametrize(("order", "crossings"), [([0, 1, 2, 3], 2), ([0, 2, 1, 3], 1)])
+def test_racks_share_one_link(order: list[int], crossings: int) -> None:
+    with EmulatedCluster(num_hosts=4, rate_mbit=200, racks=[0, 1, 0, 1]) as cluster:
+        names = run_ranks(ring, 4, order, timeout_s=TIMEOUT_S, on_start=cluster.on_start)
+        crossed = cluster.uplink_bytes()
+    assert names == [f"host{host}" for host in range(4)]
+    # both ways, with acknowledgements and what connecting took
+    assert all(1e6 * HEADERS <= sent / crossings < 1.1e6 * HEADERS for sent in crossed), crossed
 
 
 @needs_cluster
@@ -217,6 +241,7 @@ def test_the_command_tells_all_transfers(capfd: pytest.CaptureFixture[str], tmp_
     [
         ({"num_hosts": 0}, "num_hosts is 0; a cluster has 1 to 250 hosts"),
         ({"num_hosts": 2, "ranks_per_host": 0}, "ranks_per_host is 0; a host runs at least 1 rank"),
+        ({"num_hosts": 2, "racks": [0, 2]}, "each of 2 hosts is in rack 0 or 1"),
         ({"num_hosts": 2, "rate_mbit": -1}, "rate_mbit is -1; a link's rate is more than 0"),
     ],
 )

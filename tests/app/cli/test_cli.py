@@ -210,6 +210,11 @@ def test_train_bad_input(tmp_path: Path, capsys: Capture, monkeypatch: pytest.Mo
     ):
         argv = ["train", "--config", str(file), "--profile", "1", "--profile-out", picture]
         assert error_of(argv, capsys).startswith(words)
+    for argv in (["train", "--config", str(file)], ["calibrate", "-o", str(tmp_path / "c.json")]):
+        message = error_of([*argv, "--rank-order", "o.json"], capsys)
+        assert message.startswith("--rank-order o.json: ranks on one machine have no order of")
+    message = error_of(["order", "-o", str(tmp_path / "o.json")], capsys)
+    assert message == "order: one machine has no order of hosts; start with torchrun on all"
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_PORT", raising=False)
     message = error_of(["train", "--config", str(file)], capsys)

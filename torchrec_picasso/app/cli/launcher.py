@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_picasso.app.launch.fresh_store import fresh_store
+from torchrec_picasso.app.launch.rank_order import agreed_rank
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.launch.torchrun import under_torchrun
 from torchrec_picasso.errors import ConfigError
@@ -19,14 +20,32 @@ from torchrec_picasso.errors import ConfigError
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def join_torchrun(timeout_s: float) -> torch.device:
+def spawns_ranks(args: argparse.Namespace) -> bool:
+    """Whether the command starts its ranks itself, on this machine.
+
+    Raises:
+        ConfigError: If it does, and ``--rank-order`` is given.
+    """
+    if under_torchrun():
+        return False
+    if args.rank_order is not None:
+        raise ConfigError(
+            f"--rank-order {args.rank_order}: ranks on one machine have no order of hosts; start "
+            "with torchrun on several hosts"
+        )
+    return True
+
+
+def join_torchrun(timeout_s: float, rank_order: str | None) -> torch.device:
     """Initialises the default process group of torchrun's ranks; returns this rank's device.
 
     Args:
         timeout_s: Timeout of collectives.
+        rank_order: File with the order of hosts in which ranks are numbered; ``None`` = torchrun's.
 
     Raises:
-        ConfigError: If torchrun's variables are incomplete.
+        ConfigError: If torchrun's variables are incomplete, or on all ranks if the order does not
+            fit them.
     """
     missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
     if missing:
@@ -41,9 +60,12 @@ def join_torchrun(timeout_s: float) -> torch.device:
         backend = "cpu:gloo,cuda:nccl"
     timeout = datetime.timedelta(seconds=timeout_s)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store = fresh_store(store, rank, world_size, timeout_s)
+    rank = agreed_rank(store, rank, world_size, rank_order, timeout_s)
+    os.environ["RANK"] = str(rank)
     dist.init_process_group(
         backend,
-        store=fresh_store(store, rank, world_size, timeout_s),
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -58,7 +80,7 @@ def run_on_ranks(
 
     Args:
         fn: A function at the top level of a module.
-        args: Arguments of the command, with ``ranks``.
+        args: Arguments of the command, with ``ranks`` and ``rank_order``.
         *fn_args: Further arguments of ``fn``.
         timeout_s: Seconds until every rank must have returned.
 
@@ -66,14 +88,14 @@ def run_on_ranks(
         Rank 0's result; ``None`` on the other ranks of torchrun.
 
     Raises:
-        ConfigError: If ``--ranks`` or torchrun's variables cannot be used.
+        ConfigError: If ``--ranks``, ``--rank-order`` or torchrun's variables cannot be used.
         RankError: If a spawned rank fails.
     """
-    if not under_torchrun():
+    if spawns_ranks(args):
         if args.ranks < 1:
             raise ConfigError(f"--ranks: expected at least 1, got {args.ranks}")
         return run_ranks(fn, args.ranks, *fn_args, timeout_s=timeout_s)[0]
-    join_torchrun(timeout_s)
+    join_torchrun(timeout_s, args.rank_order)
     try:
         result = fn(dist.get_rank(), dist.get_world_size(), *fn_args)
         return result if dist.get_rank() == 0 else None

@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchrec_picasso.app.checkpoints.folder import has_checkpoint
-from torchrec_picasso.app.cli.launcher import join_torchrun
+from torchrec_picasso.app.cli.launcher import join_torchrun, spawns_ranks
 from torchrec_picasso.app.cli.outputs import check_outputs
 from torchrec_picasso.app.config import TrainConfig, load_config
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.app.launch.torchrun import under_torchrun
 from torchrec_picasso.app.runs.profiling import ProfileRequest, check_profile
 from torchrec_picasso.app.runs.train import check_checkpoint_folder, train_on_rank
 from torchrec_picasso.app.runs.watching import check_watch
@@ -24,7 +23,7 @@ from torchrec_picasso.errors import ConfigError
 def run(args: argparse.Namespace) -> None:
     """Runs the subcommand; raises PicassoError for unusable input."""
     config = load_config(args.config)
-    spawns = not under_torchrun()
+    spawns = spawns_ranks(args)
     world_size = config.ranks if spawns else int(os.environ.get("WORLD_SIZE", "1"))
     check_run(config, world_size)
     resume = _resumes(config, args.resume)
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
         job = (config, resume, None, profile)
         run_ranks(train_on_rank, world_size, *job, timeout_s=config.timeout_s)
         return
-    device = join_torchrun(config.timeout_s)
+    device = join_torchrun(config.timeout_s, args.rank_order)
     try:
         train = record(train_on_rank)  # torchrun reports its errors
         train(dist.get_rank(), world_size, config, resume, device, profile)

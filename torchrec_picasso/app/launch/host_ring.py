@@ -1,0 +1,224 @@
+"""Finds the order of hosts in which a ring through all of them is fastest.
+
+gloo sums dense gradients in a ring, from each rank to the next. A path that several hosts share,
+such as the uplink of a rack, is crossed as often as neighbours in the ring are in different racks.
+One pair of hosts does not fill such a path, so the hosts exchange in pairs, all at once, in each
+round with other partners. The ring of least time between neighbours is then measured beside the
+given one.
+
+Measured after Cloud Collectives (Luo et al., MLSys 2020: PLink), which renumbers ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+LEAST_GAIN = 1.05
+"""A ring replaces the given one if it is faster by this factor in every round."""
+
+_ROUNDS = 5
+_MAX_EXACT = 8  # hosts; 5,040 rings
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRing:
+    """Times of hosts, which are numbered in the given order; milliseconds, none for few hosts.
+
+    Args:
+        hosts: Names of the hosts in the given order.
+        num_bytes: Bytes that a host sends and receives in each exchange.
+        pair_ms_YY: Time of each pair of hosts while the other hosts exchange in pairs.
+        ring: Numbers of the hosts in the best ring of pairs.
+        given_ms: Time of the given ring, by round.
+        best_ms: Time of ``ring``, by round.
+    """
+
+    hosts: tuple[str, ...]
+    num_bytes: int
+    pair_ms_YY: list[list[float]] = field(default_factory=list)
+    ring: list[int] = field(default_factory=list)
+    given_ms: list[float] = field(default_factory=list)
+    best_ms: list[float] = field(default_factory=list)
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether ``ring`` was faster than the given order in every round."""
+        rounds = list(zip(self.given_ms, self.best_ms))
+        return bool(rounds) and all(given > LEAST_GAIN * best for given, best in rounds)
+
+    @property
+    def order(self) -> list[str]:
+        """Names of the hosts in the order to use."""
+        return [self.hosts[y] for y in self.ring] if self.is_faster else list(self.hosts)
+
+    def sum_ms(self, ring_ms: Sequence[float], num_bytes: int, world_size: int) -> float:
+        """Predicts the all-reduce of ``num_bytes`` in a ring from the ring's times."""
+        sent = 2 * (world_size - 1) / world_size * num_bytes  # by each rank to the next
+        return median(ring_ms) * sent / self.num_bytes
+
+
+def best_ring(pair_ms_YY: Sequence[Sequence[float]]) -> list[int]:
+    """Returns the ring of hosts with the least sum of neighbours' times; host 0 stays first.
+
+    Up to 8 hosts all rings are compared, beyond that the nearest neighbours are improved by 2-opt.
+    Of equal rings the first by numbers is taken.
+    """
+    num_hosts = len(pair_ms_YY)
+    if num_hosts <= _MAX_EXACT:
+        rings = ([0, *others] for others in itertools.permutations(range(1, num_hosts)))
+        return min(rings, key=lambda ring: _length(pair_ms_YY, ring))
+    ring = [0]
+    while left := sorted(set(range(num_hosts)).difference(ring)):
+        ring.append(min(left, key=lambda host: pair_ms_YY[ring[-1]][host]))
+    return _shortened(pair_ms_YY, ring)
+
+
+def _length(pair_ms_YY: Sequence[Sequence[float]], ring: list[int]) -> float:
+    return sum(pair_ms_YY[a][b] for a, b in zip(ring, ring[1:] + ring[:1]))
+
+
+def _shortened(pair_ms_YY: Sequence[Sequence[float]], ring: list[int]) -> list[int]:
+    """Reverses parts of a ring while that shortens it (2-opt); its first host stays."""
+    size, improved = len(ring), True
+    while improved:
+        improved = False
+        for i, j in itertools.combinations(range(1, size + 1), 2):
+            # the part [i, j) lies between before and after
+            before, first, last, after = ring[i - 1], ring[i], ring[j - 1], ring[j % size]
+            old_ms = pair_ms_YY[before][first] + pair_ms_YY[last][after]
+            new_ms = pair_ms_YY[before][last] + pair_ms_YY[first][after]
+            if new_ms < old_ms - 1e-9:
+                ring = ring[:i] + ring[i:j][::-1] + ring[j:]
+                improved = True
+    return ring
+
+
+def tournament(num_hosts: int) -> list[list[int]]:
+    """Returns each round's partner of each host; each two meet once, and of an odd number of hosts
+    one is its own partner."""
+    size = num_hosts + num_hosts % 2
+    rounds = []
+    for number in range(size - 1):
+        partner_Y = list(range(num_hosts))
+        for host in range(size - 1):
+            # the circle method: numbers that add up to the round's; one meets the last host
+            other = (number - host) % (size - 1)
+            other = size - 1 if other == host else other
+            if host < num_hosts and other < num_hosts:
+                partner_Y[host], partner_Y[other] = other, host
+        rounds.append(partner_Y)
+    return rounds
+
+
+def measure_hosts(pg: dist.ProcessGroup, host: str, num_bytes: int) -> HostRing:
+    """Measures pairs of hosts and the best ring of them. Collective; equal on all ranks.
+
+    The first rank of each host exchanges, on the CPU. Fewer than four hosts have one ring, which is
+    not measured.
+
+    Args:
+        pg: Process group with gloo.
+        host: Name of this rank's host.
+        num_bytes: Bytes of each exchange.
+    """
+    host_by_rank: list[str] = [""] * pg.size()
+    dist.all_gather_object(host_by_rank, host, group=pg)
+    hosts = tuple(dict.fromkeys(host_by_rank))
+    num_hosts = len(hosts)
+    if num_hosts < 4:
+        return HostRing(hosts=hosts, num_bytes=num_bytes)
+    measure = _Exchanges(pg, [host_by_rank.index(name) for name in hosts], num_bytes)
+    pair_ms_YY = _pair_ms(measure)
+    ring = best_ring(pair_ms_YY)
+    rings = [list(range(num_hosts)), ring]
+    times = measure.ms([_successors(ring) for _ in range(1 + _ROUNDS) for ring in rings])[2:]
+    given_ms, best_ms = (list(map(max, times[start::2])) for start in (0, 1))
+    return HostRing(
+        hosts=hosts,
+        num_bytes=num_bytes,
+        pair_ms_YY=pair_ms_YY,
+        ring=ring,
+        given_ms=given_ms,
+        best_ms=best_ms,
+    )
+
+
+def _successors(ring: list[int]) -> list[int]:
+    """Returns the next host of each host in a ring."""
+    return [ring[(ring.index(host) + 1) % len(ring)] for host in range(len(ring))]
+
+
+def _pair_ms(measure: _Exchanges) -> list[list[float]]:
+    """Median times of pairs, over tournaments in which pairs meet in different company."""
+    num_hosts = measure.num_hosts
+    exchanges = [
+        partner_Y for number in range(1 + _ROUNDS) for partner_Y in _shuffled(num_hosts, number)
+    ]
+    times_YY: list[list[list[float]]] = [[[] for _ in range(num_hosts)] for _ in range(num_hosts)]
+    warmups = len(exchanges) // (1 + _ROUNDS)
+    for partner_Y, ms_Y in zip(exchanges[warmups:], measure.ms(exchanges)[warmups:]):
+        for host, other in enumerate(partner_Y):
+            times_YY[host][other].append(max(ms_Y[host], ms_Y[other]))
+    return [[median(times) if times else 0.0 for times in times_Y] for times_Y in times_YY]
+
+
+def _shuffled(num_hosts: int, number: int) -> Iterator[list[int]]:
+    """Yields the rounds of a tournament of hosts that are renumbered at random."""
+    names = list(range(num_hosts))
+    random.Random(number).shuffle(names)
+    for partner_Y in tournament(num_hosts):
+        yield [names[partner_Y[names.index(host)]] for host in range(num_hosts)]
+
+
+class _Exchanges:
+    """Exchanges in which each host sends to one host, all at once.
+
+    Args:
+        pg: Process group with gloo.
+        leaders_Y: First rank of each host.
+        num_bytes: Bytes that a host sends.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup, leaders_Y: list[int], num_bytes: int) -> None:
+        self._pg = pg
+        self._leaders_Y = leaders_Y
+        self._sent = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._received = torch.empty_like(self._sent)
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts."""
+        return len(self._leaders_Y)
+
+    def ms(self, exchanges: list[list[int]]) -> list[list[float]]:
+        """Returns each host's time of each exchange. Collective.
+
+        Args:
+            exchanges: The host that each host sends to; itself = it does not take part.
+        """
+        own = [self._own_ms(to_Y) for to_Y in exchanges]
+        by_rank: list[list[float]] = [[] for _ in range(self._pg.size())]
+        dist.all_gather_object(by_rank, own, group=self._pg)
+        return list(map(list, zip(*(by_rank[rank] for rank in self._leaders_Y))))
+
+    def _own_ms(self, to_Y: list[int]) -> float:
+        dist.barrier(group=self._pg)
+        start_s = time.perf_counter()
+        rank = self._pg.rank()
+        if rank in self._leaders_Y and to_Y[host := self._leaders_Y.index(rank)] != host:
+            works = [
+                dist.irecv(self._received, self._leaders_Y[to_Y.index(host)], group=self._pg),
+                dist.isend(self._sent, self._leaders_Y[to_Y[host]], group=self._pg),
+            ]
+            for work in works:
+                assert work is not None  # of a rank outside the group
+                work.wait()
+        return (time.perf_counter() - start_s) * 1e3

@@ -1,0 +1,127 @@
+"""Numbers torchrun's ranks by an order of hosts, before the process group is made.
+
+torchrun numbers hosts as they are started, or as they join. Here they get the order of a file, by
+host name, so it fits later starts too. The ranks of a host stay neighbours in their own order.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchrec_picasso.errors import ConfigError
+
+_PREFIX = "picasso/order/"
+
+
+def agreed_rank(
+    store: dist.Store, rank: int, world_size: int, file: str | None, timeout_s: float
+) -> int:
+    """Returns this rank's number in the order of hosts of a file. Collective.
+
+    Rank 0 decides for all ranks, so a file that is missing or different on some is refused on all.
+
+    Args:
+        store: Store that only this start of the job uses.
+        rank: Number by torchrun, in the order of starts.
+        world_size: Number of ranks.
+        file: JSON file of ``torchrec-picasso order``; ``None`` = torchrun's numbers stay.
+        timeout_s: Seconds to wait for the other ranks.
+
+    Raises:
+        ConfigError: On all ranks, if they have different files, or the hosts are not the file's.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store.set(f"{_PREFIX}of/{rank}", json.dumps(_told(file)))
+    if rank == 0:
+        keys = [f"{_PREFIX}of/{number}" for number in range(world_size)]
+        store.wait(keys, timeout)
+        try:
+            answer: dict[str, Any] = {"ranks": new_ranks([json.loads(store.get(k)) for k in keys])}
+        except ConfigError as error:
+            answer = {"refused": str(error)}
+        store.set(f"{_PREFIX}answer", json.dumps(answer))
+    store.wait([f"{_PREFIX}answer"], timeout)
+    answer = json.loads(store.get(f"{_PREFIX}answer"))
+    if "refused" in answer:
+        store.set(f"{_PREFIX}read/{rank}", "")
+        if rank == 0:  # the store may be this process's, and ends with it
+            store.wait([f"{_PREFIX}read/{number}" for number in range(world_size)], timeout)
+        raise ConfigError(answer["refused"])
+    return answer["ranks"][rank]
+
+
+def host_name() -> str:
+    """Name of this host in orders."""
+    return socket.gethostname()
+
+
+def new_ranks(told_W: Sequence[dict[str, Any]]) -> list[int]:
+    """Returns the new number of each rank from what each told.
+
+    Raises:
+        ConfigError: If a file cannot be read, files differ, or hosts are not those of the file.
+    """
+    for rank, told in enumerate(told_W):
+        if "problem" in told:
+            raise ConfigError(f"--rank-order: rank {rank}: {told['problem']}")
+        if told["order"] != told_W[0]["order"]:
+            raise ConfigError(
+                f"--rank-order: rank {rank} has {_shown(told['order'])}, rank 0 "
+                f"{_shown(told_W[0]['order'])}; give all ranks the same file"
+            )
+    order = told_W[0]["order"]
+    if order is None:
+        return list(range(len(told_W)))
+    places: dict[str, list[int]] = {host: [] for host in order}
+    for told in told_W:
+        places.setdefault(told["host"], []).append(told["place"])
+    differing = [host for host in places if host not in order or not places[host]]
+    if differing:
+        raise ConfigError(
+            f"--rank-order: the file orders {', '.join(order)}, but this job "
+            f"{'has' if places[differing[0]] else 'lacks'} {differing[0]}; run `torchrec-picasso "
+            "order` on the hosts at hand"
+        )
+    first_of, size = {}, 0
+    for host in order:
+        if sorted(places[host]) != list(range(len(places[host]))):
+            raise ConfigError(
+                f"--rank-order: ranks of host {host} have LOCAL_RANK {sorted(places[host])}, "
+                f"expected 0 to {len(places[host]) - 1}; start them with torchrun, and give each "
+                "host a name of its own"
+            )
+        first_of[host] = size
+        size += len(places[host])
+    return [first_of[told["host"]] + told["place"] for told in told_W]
+
+
+def _shown(order: list[str] | None) -> str:
+    return "no order" if order is None else ", ".join(order)
+
+
+def _told(file: str | None) -> dict[str, Any]:
+    """Returns what a rank tells rank 0: host, number on it, and order of hosts or problem."""
+    try:
+        order = None if file is None else _read_order(Path(file))
+    except (OSError, ValueError) as error:
+        return {"problem": f"{file}: {error}"}
+    place = os.environ.get("LOCAL_RANK", "")
+    return {"host": host_name(), "place": int(place) if place.isdigit() else -1, "order": order}
+
+
+def _read_order(file: Path) -> list[str]:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    order = content.get("order") if isinstance(content, dict) else None
+    if not isinstance(order, list) or not order or not all(isinstance(h, str) for h in order):
+        raise ValueError("has no list `order` of host names; write it by `torchrec-picasso order`")
+    if len(set(order)) < len(order):
+        raise ValueError("names a host twice")
+    return order
