@@ -12,9 +12,9 @@ order.
 
 In *request order* rows are requested from their home ranks and gradients are sent: by pack, hot
 rows first, then cold rows by chunk and by home rank. Rows ascend within a (pack, chunk, home rank)
-segment, so home ranks read their storage forward. Chunk j holds the rows that micro-batch j is the
-first to use. Forward of micro-batch j therefore needs the chunks up to j. Backward runs from the
-last micro-batch to the first, so the gradients of chunk j are complete right after micro-batch j.
+segment, so home ranks read their storage forward. Chunk k holds the rows that micro-batch k is the
+first to use. Forward of micro-batch k therefore needs the chunks up to k. Backward runs from the
+last micro-batch to the first, so the gradients of chunk k are complete right after micro-batch k.
 Every row is still sent once.
 
 In *fetch order* the cold rows of a pack are sent to the rank that requested them. Rows that the

@@ -4,9 +4,9 @@ Updates that ``row_updates.py`` supports on the CPU run there, on the TBE's tens
 updates are the TBE's own.
 
 Home rows and replicas share the TBE, hence also its optimizer, learning rate and step count. The
-TBE's own update is one call for both; on the CPU it is two calls of one step. For the TBE every row
-is a bag with one lookup: on the CPU its forward and backward then take 10 ms for 23,000 rows of
-D=128, where the unpooled kernel takes 88 ms.
+TBE's own update is one call for both, that of ``row_updates.py`` two calls of one step. For the TBE
+every row is a bag with one lookup: on the CPU its forward and backward then take 10 ms for 23,000
+rows of D=128, where the unpooled kernel takes 88 ms.
 
     one table:    | homes | replicas |
     two tables:   | homes |            | replicas |

@@ -60,8 +60,8 @@ class BatchQueue:
         self._id_stream = id_stream
         self._inflights: deque[InFlightBatch] = deque()
         self._operations: Operations  # from work_with() on
-        self._num_waves = 1  # of the plan, as the next one: not known before the first step
-        self._forwards_first = True
+        # Both follow from the plan, and are known from the first step on.
+        self._num_waves, self._forwards_first = 1, True
         self._op: Op | str = ""
         self._led: set[Op] = set()  # operations that ran ahead of a step that has not begun
         self._num_changes = 0  # of the tables, when this pipeline last fetched rows
