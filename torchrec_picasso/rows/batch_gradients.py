@@ -128,7 +128,7 @@ class BatchGradients:
         return pack.requests, pack.touched, self._arrived_P.tensors[p]
 
     def end(self, p: int) -> bool:
-        """Marks the gradients of pack ``p`` as used; the last pack frees the memory, gives True."""
+        """Marks the gradients of pack ``p`` as used; for the last pack, frees them and is true."""
         self._packs_left.discard(p)
         if self._packs_left:
             return False

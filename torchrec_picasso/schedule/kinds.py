@@ -81,7 +81,7 @@ def _same_batch(op: Op, other: Op) -> bool:
 
 
 def _index(compare: Callable[[int, int], bool]) -> Callable[[Op, Op], bool]:
-    """Compares the index of the other one, in the same batch, with that of the operation."""
+    """Compares the index of another operation on the same batch with that of the operation."""
     return lambda op, other: op.batch == other.batch and compare(other.index or 0, op.index or 0)
 
 

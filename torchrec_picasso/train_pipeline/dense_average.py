@@ -2,8 +2,8 @@
 
 Not exact. Without it DDP averages dense gradients in every step. With it each rank's dense
 optimizer takes the rank's own gradients, and the weights are averaged after every k-th step, which
-divides the bytes by k. Tables are updated as ever: a row by the mean of all ranks' gradients, which
-come from the dense weights that each rank has at that step.
+divides the bytes by k. Tables are updated as without it: a row by the mean of all ranks' gradients,
+which come from the dense weights that each rank has at that step.
 
 Only weights are averaged. Optimizer state is each rank's own, as under torch's
 ``PostLocalSGDOptimizer``, and so is what follows from gradients, such as a clipped norm.

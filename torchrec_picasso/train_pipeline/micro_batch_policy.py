@@ -35,7 +35,7 @@ _MOST_PROOFS = 3
 """Proofs per model; a model whose state changes more often is trained in whole batches."""
 
 _OFTEN_UNTIL = 16
-"""Steps in which data of another form than the first batch are likely to come up first."""
+"""Steps in which data of another form than the first batch are most likely to appear."""
 
 
 def is_due(step: int) -> bool:

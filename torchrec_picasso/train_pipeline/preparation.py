@@ -60,10 +60,10 @@ class Preparation:
     ``DataLoader`` with workers; without these it saves nothing. It can be pickled, and holds names
     and sizes of the tables: no weights, no hot rows, no process group.
 
-    Prepared are hot/cold tables that travel as rows. The step itself reads the ids of other tables,
-    of features that a module makes ahead of the model (``pipeline_postproc``) or that have their
-    own batch sizes (VBE), and malformed ones; so it does if the prepared ids do not fit: of a
-    sequence, another number of micro-batches.
+    Only the ids of hot/cold tables that travel as rows are prepared. The step itself reads the ids
+    of other tables, of features that a module makes ahead of the model (``pipeline_postproc``) or
+    that have their own batch sizes (VBE), malformed ones, and those whose prepared ids do not fit,
+    such as sequences for another number of micro-batches.
     """
 
     readings: Sequence[_Reading] = ()
