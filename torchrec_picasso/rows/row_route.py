@@ -184,8 +184,7 @@ class FetchOrders:
 
 @dataclass(kw_only=True)
 class RowsRequest(RouteRequest):
-    """The request for the distinct rows of one batch; a :class:`.RowRequest` joins those of all
-    routes.
+    """The request of this route for one batch; :class:`.RowRequest` joins those of all routes.
 
     Served rows, the dirty mask and the fetch order are one vector each, by pack, chunk and rank, so
     that a step over them is one operator; packs are views.

@@ -49,7 +49,7 @@ class DenseAverage:
         reason = None if every == 1 else _why_not(model)
         if reason is not None:
             raise CompatError(f"average_dense_every is {every}, but {reason}; leave it at 1")
-        self.told = [f"dense weights: averaged every {every} steps, not exact"] * (every > 1)
+        self.lines = [f"dense weights: averaged every {every} steps, not exact"] * (every > 1)
         """Lines of the pipeline's summary."""
 
     @contextmanager

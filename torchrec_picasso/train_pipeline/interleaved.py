@@ -341,4 +341,4 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     def summary(self) -> str:
         """Describes how each sharded module is run, after a step, and the setting, line by line."""
-        return "\n".join([self._steps.summary(), *self._dense_average.told])
+        return "\n".join([self._steps.summary(), *self._dense_average.lines])
