@@ -1,5 +1,5 @@
 """A training step on up to 1,024 ranks without ranks: rows and bytes counted, steps priced.
 
-``simulate`` draws or reads ``ids``, lets ``count`` count them on ``wire``, beside ``stock_traffic``,
-and ``price`` price the counts.
+``simulate`` draws or reads ``ids``; ``count`` counts them and their traffic (``wire``), beside that
+of stock TorchRec (``stock_traffic``); ``price`` prices the counts.
 """
