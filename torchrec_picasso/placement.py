@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -86,10 +86,9 @@ class HotColdParams(CacheParams):
 
     def __post_init__(self) -> None:
         self.hot_rows = _ascending_ids(self.hot_rows)
-        if self.form not in get_args(Form):
-            raise PlanError(
-                f"form {self.form!r} is unknown; the forms are 'rows', 'bags' and 'node_rows'"
-            )
+        if self.form not in SHARDING_TYPE_OF:
+            forms = ", ".join(map(repr, SHARDING_TYPE_OF))
+            raise PlanError(f"form {self.form!r} is unknown; the forms are {forms}")
         if self.form == "bags" and self.num_hot_rows:
             raise PlanError(
                 f"{self.num_hot_rows} hot rows were given with form='bags'; owner-pooled tables "
