@@ -15,25 +15,11 @@ from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.schedule.setting_choice import (
     NUM_STEPS,
     SettingChoice,
-    StepClock,
     candidates,
     pieces_for,
 )
 
-CPU = torch.device("cpu")
 PIECES = (1, 2, 4, 8, 16)
-
-
-def test_a_step_lasts_from_the_end_of_the_step_before() -> None:
-    """So reading and cutting the batches of a setting are in its time."""
-    clock = StepClock(CPU)
-    clock.start_step()
-    _, end = clock.end_step()
-    clock.start_step()
-    assert clock.end_step()[0] == end
-    clock.forget_step()
-    clock.start_step()
-    assert clock.end_step()[0] > end
 
 
 @pytest.mark.parametrize("fastest", PIECES)

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torchrec
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -190,7 +191,11 @@ def build(job: Job, rank: int, world_size: int) -> DistributedModelParallel:
 
 
 def shard(
-    model: nn.Module, job: Job, tables_of: Mapping[str, Sequence[Table]], world_size: int
+    model: nn.Module,
+    job: Job,
+    tables_of: Mapping[str, Sequence[Table]],
+    world_size: int,
+    pg: dist.ProcessGroup | None = None,
 ) -> DistributedModelParallel:
     """Shards a model as its job says, with the weights that it has; tables are by collection."""
     start = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -229,14 +234,14 @@ def shard(
             apply_optimizer_in_backward(OPTIMIZERS[job.optimizer], [weight], kwargs)
         ways = {of.name: way_of(places[of.name], i % world_size) for i, of in enumerate(tables)}
         own = {name: hot_cold[name] for name in ways if name in hot_cold}
-        plans[path] = plan = place(module, sharders[kind], ways, own)
+        plans[path] = plan = place(module, sharders[kind], ways, own, pg)
         for table in tables:
             if table.name in job.kernel_of_table:
                 plan[table.name].compute_kernel = job.kernel_of_table[table.name]
             if job.lopsided and isinstance(places[table.name], int):
                 _cut_lopsided(plan[table.name], table.rows)
     with _layout_in_tables(2 if job.two_tables else 1):
-        sharded = distribute(model, plans, sharders.values())
+        sharded = distribute(model, plans, sharders.values(), pg=pg)
     load_whole(sharded, start)
     return sharded
 
@@ -379,18 +384,21 @@ def replicas_of(model: nn.Module) -> list[Tensor]:
     """Replicas of every per-row tensor, read from the storages themselves."""
     return [
         rows.replicas.clone()
-        for module in model.modules()
-        for lookup in getattr(module, "_lookups", [])
-        if isinstance(lookup, (HotColdPooledLookup, HotColdSequenceLookup))
-        for storage in storages_of(lookup)
+        for storage in storages_of(model)
         if storage.hot_homes.num_hot_rows
         for rows in storage.tables.per_row()
     ]
 
 
-def storages_of(lookup: HotColdPooledLookup | HotColdSequenceLookup) -> Sequence[RowStorage]:
-    """Homes and replicas behind a lookup of ours."""
-    return lookup._group.storages
+def storages_of(model: nn.Module) -> list[RowStorage]:
+    """Homes and replicas of all packs."""
+    return [
+        storage
+        for module in model.modules()
+        for lookup in getattr(module, "_lookups", [])
+        if isinstance(lookup, (HotColdPooledLookup, HotColdSequenceLookup))
+        for storage in lookup._group.storages
+    ]
 
 
 def run_jobs(rank: int, world_size: int, jobs: Mapping[str, Job]) -> dict[str, Result]:

@@ -26,16 +26,11 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.planner import Topology
 
 from tests.sharding.jobs import (
-    PLAIN,
     Job,
-    Model,
     Result,
     build,
     checkpoint_of,
     dense_optimizer,
-    load_whole,
-    make_batch,
-    replicas_of,
     result_of,
     run_jobs,
     train,
@@ -50,10 +45,10 @@ from torchrec_picasso.frequency import FrequencyStats
 STOCK = Job(placement={"*": "row_wise"}, optimizer="adagrad")
 OURS = Job(placement={"*": 4}, optimizer="adagrad")
 OTHER_HOT = Job(placement={"a": 30, "b": 1, "c": 0}, optimizer="adagrad")
-ALL_HOT = Job(placement={t.name: t.rows for t in PLAIN}, optimizer="rowwise_adagrad")
-JOBS = {"stock": STOCK, "ours": OURS, "other_hot": OTHER_HOT}
 PLACED = {
-    **JOBS,
+    "stock": STOCK,
+    "ours": OURS,
+    "other_hot": OTHER_HOT,
     "two_tables": dataclasses.replace(OURS, two_tables=True),
     "table_wise": dataclasses.replace(STOCK, placement={"*": "table_wise"}),
     "bags": dataclasses.replace(OURS, placement={"*": "bags"}),
@@ -92,29 +87,6 @@ def test_keys_types_and_shapes_are_those_of_the_stock_placement(world_size: int)
         for name in ("ours", "other_hot", "two_tables"):
             assert rank[name] == rank["stock"]
         assert rank["bags"] == rank["table_wise"]
-
-
-def _write_in_flight(rank: int, world_size: int, job: Job) -> tuple[float, float, list[Tensor]]:
-    """Writes weights while a batch's ids are already exchanged; its forward must see them."""
-    model = build(job, rank, world_size)
-    train(model, job, rank, range(2))
-    ebc, features = model.module.ebc, make_batch(job, rank, 7).sparse_features
-    ctx = ebc.create_context()
-    exchanged = ebc.input_dist(ctx, features).wait().wait()
-    load_whole(model, Model(job).state_dict())
-    in_flight = ebc.compute_and_output_dist(ctx, exchanged).wait().values().sum().item()
-    anew = build(job, rank, world_size).module.ebc
-    return in_flight, anew(features).wait().values().sum().item(), replicas_of(model)
-
-
-@pytest.mark.parametrize("two_tables", [False, True])
-def test_weights_written_while_a_batch_is_in_flight_are_seen(two_tables: bool) -> None:
-    job = dataclasses.replace(ALL_HOT, num_steps=2, two_tables=two_tables)
-    ranks = run_ranks(_write_in_flight, 2, job, timeout_s=100)
-    for in_flight, expected, _ in ranks:
-        assert in_flight == pytest.approx(expected, rel=1e-6)
-    for mine, its in zip(ranks[0][2], ranks[1][2]):
-        assert torch.equal(mine, its)
 
 
 def _one_rank_reads_state(rank: int, world_size: int, job: Job) -> list[float]:

@@ -57,8 +57,7 @@ def _train(
     model = build(job, rank, world_size)
     detector = RaceDetector()
     ebc = model.module.ebc
-    (lookup,) = ebc._lookups
-    for storage in storages_of(lookup):
+    for storage in storages_of(model):
         storage._order = write_order(torch.device("cuda"))
         _watch_writes(detector, storage)
     batches = [make_batch(job, rank, step) for step in range(3)]  # ids are not the matter

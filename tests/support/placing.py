@@ -47,12 +47,16 @@ def world_env() -> ShardingEnv:
 
 
 def distribute(
-    model: nn.Module, plans: Mapping[str, Any], sharders: Iterable[Any], **options: Any
+    model: nn.Module,
+    plans: Mapping[str, Any],
+    sharders: Iterable[Any],
+    pg: dist.ProcessGroup | None = None,
+    **options: Any,
 ) -> DistributedModelParallel:
     """Shards a model, over all ranks by default; plans are by path of the collection."""
     return DistributedModelParallel(
         model,
-        env=options.pop("env", None) or world_env(),
+        env=ShardingEnv.from_process_group(pg or dist.group.WORLD),
         device=CPU,
         plan=ShardingPlan(plan=dict(plans)),
         sharders=list(sharders),

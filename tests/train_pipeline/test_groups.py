@@ -1,33 +1,17 @@
 """Models over overlapping groups of ranks train as under TorchRec's pipeline."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingEnv
 
-from tests.sharding.jobs import (
-    ATOL,
-    PLAIN,
-    RTOL,
-    Job,
-    Model,
-    RowWiseOnCpuSharder,
-    build,
-    dense_optimizer,
-    load_whole,
-    params_of,
-    way_of,
-)
-from tests.support.placing import CPU, distribute, place
+from tests.sharding.jobs import ATOL, RTOL, Job, Model, build, shard
 from tests.support.shared_run import run_once
-from tests.train_pipeline.runs import batches_of
-from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, InterleavedTrainPipeline
+from tests.train_pipeline.runs import batches_of, make_driver, pipeline_of
 
 JOB = Job(placement={"*": 2})
 SOME = (0, 1)
@@ -35,20 +19,9 @@ SOME = (0, 1)
 
 
 def _pipeline(pg: Any, is_ours: bool) -> Any:
-    model = Model(JOB)
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 0.1})
-    sharder = HotColdEmbeddingBagCollectionSharder() if is_ours else RowWiseOnCpuSharder()
-    ways = {table.name: way_of("row_wise", 0) for table in PLAIN}
-    hot = {table.name: params_of(2, table.rows, 0) for table in PLAIN}
-    plan = place(model.ebc, sharder, ways, hot if is_ours else None, pg)
-    env = ShardingEnv.from_process_group(pg)
-    sharded = distribute(model, {"ebc": plan}, [sharder], env=env)
-    load_whole(sharded, start)
-    optimizer = dense_optimizer(sharded)
-    if not is_ours:
-        return TrainPipelineSparseDist(sharded, optimizer, CPU)
-    return InterleavedTrainPipeline(sharded, optimizer, CPU, loss_reduction="sum")
+    job = JOB if is_ours else dataclasses.replace(JOB, placement={"*": "row_wise"})
+    model = shard(Model(job), job, {"ebc": job.tables}, pg.size(), pg)
+    return pipeline_of(model) if is_ours else make_driver(None, model)
 
 
 def _stock_groups(rank: int, world_size: int) -> None:

@@ -31,7 +31,6 @@ from tests.train_pipeline.runs import (
 from torchrec_picasso import HotRowRefresher, InterleavedTrainPipeline, PicassoError, Refresh
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.rows.hot_rows import SavedUses
-from torchrec_picasso.sharding.in_backward import HotColdPooledLookup, HotColdSequenceLookup
 from torchrec_picasso.storage import row_storage
 
 OFTEN = Refresh(every_steps=2, half_life_steps=2, deviations=0.0, most_moved=1.0, check_steps=None)
@@ -100,10 +99,7 @@ def _replicas_are_homes(model: Any) -> bool:
     """Whether this rank's own hot rows are what its replicas are."""
     return all(
         torch.equal(rows.replicas[row_H >= 0], rows.homes[row_H[row_H >= 0]])
-        for module in model.modules()
-        for lookup in getattr(module, "_lookups", [])
-        if isinstance(lookup, (HotColdPooledLookup, HotColdSequenceLookup))
-        for storage in jobs.storages_of(lookup)
+        for storage in jobs.storages_of(model)
         for row_H in [storage.hot_homes.own_row_H]
         for rows in storage.tables.per_row()
     )

@@ -351,13 +351,8 @@ def _said(name: str, rank: int, world_size: int) -> str:
 
 def _rows_of(model: Any, tensor: str) -> HomesAndReplicas:
     """Of the first pack with hot rows."""
-    for module in model.modules():
-        for lookup in getattr(module, "_lookups", []):
-            for storage in storages_of(lookup):
-                if storage.num_hot_rows:
-                    tables = storage.tables
-                    return tables.weights if tensor == "weights" else tables.row_states[tensor]
-    raise AssertionError("there is a pack with hot rows")
+    tables = next(of.tables for of in storages_of(model) if of.num_hot_rows)
+    return tables.weights if tensor == "weights" else tables.row_states[tensor]
 
 
 def test_what_differs_is_named_on_all_ranks() -> None:

@@ -19,8 +19,6 @@ from torchrec_picasso.app.config.load import load_rules
 from torchrec_picasso.app.config.quality import QualityCheck, QualityConfig
 from torchrec_picasso.errors import ConfigError
 
-REPOSITORY = Path(__file__).parents[3]
-
 
 def refused(document: object) -> str:
     return refusal(ConfigError, parse_config, TrainConfig, document, place="run.yaml")
