@@ -70,7 +70,7 @@ class Tables:
         """The rows that some batches look up most, over all tables: linear ids, ascending."""
         counts = torch.zeros(self._group.routes[0].space.num_rows, dtype=torch.int64)
         for rows in (self._read(batch).by_route[0].ids.rows for batch in batches):
-            counts.index_add_(0, rows.ids_U.long(), rows.counts_U)
+            counts.index_add_(0, rows.ids_U.long(), rows.counts)
         most = counts.topk(min(num_rows, int((counts > 0).sum()))).indices
         return most.sort().values
 

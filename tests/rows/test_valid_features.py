@@ -109,7 +109,7 @@ def test_on_a_device_the_header_tells_what_a_reorder_hides(change: int) -> None:
             device.syncs.clear()
             request = RowRequest(group, [ordered], validated=[validated])
             (place,) = device.syncs
-            assert "nonzero_indices" in place  # how many rows are unique
+            assert "_runs" in place  # how many rows are unique
             requests.append(request)
     at_fault, other = requests
     if not change:

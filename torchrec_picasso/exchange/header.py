@@ -67,9 +67,9 @@ class HeaderExchange:
     exchanges: Exchanges
     routes: Sequence[RouteWords]
     outside_ids: Tensor
-    """Number of lookups outside their table, 0-d integer, on the device."""
+    """Number of lookups outside their table, 0-d int64, on the device."""
     bad_weights: Tensor
-    """Number of weights that are not finite, 0-d integer, on the device."""
+    """Number of weights that are not finite, 0-d int64, on the device."""
     bad_lengths: Tensor | bool
     """Whether lengths do not sum to the number of values; 0-d bool, or known on the host."""
     has_data: bool
@@ -93,14 +93,14 @@ class HeaderExchange:
         state_word = torch.full_like(self.outside_ids, state)
         # bad_lengths may be a device tensor; its bit is then added without a host sync.
         if isinstance(self.bad_lengths, Tensor):
-            state_word = state_word + _BAD_LENGTHS * self.bad_lengths
+            state_word = state_word.add(self.bad_lengths, alpha=_BAD_LENGTHS)
         elif self.bad_lengths:
             state_word += _BAD_LENGTHS
-        own_words = torch.stack([self.outside_ids, self.bad_weights, state_word]).to(torch.int64)
-        # From (3,) to (W, 3), the same for all ranks, beside the routes' (W, X_i).
+        # The same for all ranks, (W, 1) or (W, X_i), beside the routes' (W, X_i).
         size = len(self._pieces[0])
-        own_WX, *bits = (words.expand(size, -1) for words in (own_words, *self._bits))
-        return torch.cat([own_WX, *self._pieces, *bits], dim=1).contiguous()
+        own = [word.expand(size, 1) for word in (self.outside_ids, self.bad_weights, state_word)]
+        bits = [words.expand(size, -1) for words in self._bits]
+        return torch.cat([*own, *self._pieces, *bits], dim=1).contiguous()
 
     def wait(self) -> Header:
         """Finishes the exchange and copies the header to the host (one sync on CUDA)."""

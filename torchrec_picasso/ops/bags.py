@@ -38,6 +38,7 @@ from torchrec_picasso.ops.ids import segment_of
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import LocatedRows, UniqueRows, first_of_runs, stable_order
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
+from torchrec_picasso.ops.streams import kept_by_stream
 
 Counts = Sequence[Sequence[int]]
 
@@ -53,7 +54,7 @@ class Bags:
 
 
 def bag_order(
-    plan: PackPlan, sizes_K: tuple[int | None, ...], device: torch.device
+    plan: PackPlan, device: torch.device, sizes_K: tuple[int | None, ...]
 ) -> Tensor | None:
     """Permutes bags from feature-major to matrix-major, sample-major order.
 
@@ -80,7 +81,7 @@ def bag_order(
 
 
 def incoming_bag_order(
-    num_features: int, samples_WK: Sequence[Sequence[int]], device: torch.device
+    device: torch.device, num_features: int, samples_WK: Sequence[Sequence[int]]
 ) -> Tensor:
     """Permutes the bags of the ``num_features`` features that this home rank pools.
 
@@ -101,22 +102,48 @@ def incoming_bag_order(
 
 
 def reorder_bags(
-    ids_N: Tensor, lengths_S: Tensor, order_S: Tensor | None, source_N: Tensor | None
+    ids_N: Tensor,
+    lengths_S: Tensor,
+    order_S: Tensor,
+    source_N: Tensor | None,
+    offsets_S1: Tensor | None = None,
 ) -> tuple[Tensor, Bags]:
     """Puts lookups, given in KeyedJaggedTensor order, in bag order; returns their ids too.
 
-    ``order_S`` is a result of :func:`bag_order`, ``None`` keeps the order. ``source_N`` is the
-    position of each lookup, as per-sample weights require; it is reordered as well.
+    ``order_S`` is a result of :func:`bag_order`. ``source_N`` is the position of each lookup, as
+    per-sample weights require; it is reordered as well. ``offsets_S1`` as :func:`move_segments`.
     """
-    if order_S is not None:
-        permute = torch.ops.fbgemm.permute_1D_sparse_data
-        num_lookups = ids_N.numel()
-        if source_N is not None:
-            _, source_N, _ = permute(order_S, lengths_S, source_N, None, num_lookups)
-        # The lookups of a bag move as one: bag s of the result is bag order_S[s] of the input.
-        lengths_S, ids_N, _ = permute(order_S, lengths_S, ids_N, None, num_lookups)
-    offsets_S1 = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths_S.to(torch.int64))
-    return ids_N, Bags(offsets_S1=offsets_S1, source_N=source_N)
+    given = [ids_N] if source_N is None else [ids_N, source_N]
+    moved_S1, (ids_N, *source) = move_segments(order_S, lengths_S, given, offsets_S1)
+    source_N = source[0] if source else None
+    return ids_N, Bags(offsets_S1=moved_S1.to(torch.int64), source_N=source_N)
+
+
+def move_segments(
+    order_S: Tensor,
+    lengths_S: Tensor,
+    values: Sequence[Tensor],
+    offsets_S1: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Permutes segments of vectors, ``(N,)``: segment s of the results is ``order_S[s]`` of these.
+
+    ``offsets_S1`` are the first entry of each given segment, and N, in the type of the lengths;
+    ``None`` = unknown. Returns the same of the results, and the results.
+    """
+    num = values[0].numel()
+    if lengths_S.device.type == "cpu":
+        permute, order_S = torch.ops.fbgemm.permute_1D_sparse_data, order_S.to(torch.int32)
+        moved = [permute(order_S, lengths_S, each, None, num) for each in values]
+        lengths, vectors, _ = zip(*moved)
+        return torch.ops.fbgemm.asynchronous_complete_cumsum(lengths[0]), list(vectors)
+    if not num:  # the operators below refuse no segments
+        return lengths_S.new_zeros(lengths_S.numel() + 1), list(values)
+    # The operator above would sum the given and the moved lengths once more.
+    to_offsets, order_S = torch.ops.fbgemm.asynchronous_complete_cumsum, order_S.to(lengths_S.dtype)
+    offsets_S1 = to_offsets(lengths_S) if offsets_S1 is None else offsets_S1
+    moved_S1 = to_offsets(lengths_S.index_select(0, order_S))
+    source_N = torch.ops.fbgemm.expand_into_jagged_permute(order_S, offsets_S1, moved_S1, num)
+    return moved_S1, [each.index_select(0, source_N) for each in values]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,14 +205,18 @@ class BatchCut:
 
 
 def segment_edges(offsets_S1: Tensor, bags_J: Sequence[int]) -> Tensor:
-    """Returns the first lookup of each segment of ``bags_J`` bags, and the last one's end: int64,
-    shape ``(J + 1,)``, on the offsets' device."""
+    """Returns the first lookup of each segment of ``bags_J`` bags, and the last one's end: shape
+    ``(J + 1,)``, in the offsets' type, on their device."""
     edges_J1 = [0, *accumulate(bags_J)]
     if offsets_S1.device.type == "cpu":
-        return torch.from_numpy(offsets_S1.numpy()[edges_J1].astype(np.int64))
-    # The edges are copied to the device without a host sync.
-    edges = torch.tensor(edges_J1).to(offsets_S1.device, non_blocking=True)
-    return offsets_S1.index_select(0, edges).to(torch.int64)
+        return torch.from_numpy(offsets_S1.numpy()[edges_J1])
+    return offsets_S1.index_select(0, _on_device(offsets_S1.device, tuple(edges_J1)))
+
+
+@kept_by_stream
+def _on_device(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
+    """Copies integers to a device, int64, without a host sync; kept for batches of equal sizes."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def micro_batch_of_lookup(
@@ -193,7 +224,7 @@ def micro_batch_of_lookup(
 ) -> Tensor:
     """Returns the micro-batch of each lookup in bag order, int64, shape ``(N,)``. ``edges_J1`` is a
     result of :func:`segment_edges`, ``micro_batch_J`` that of each segment."""
-    numbers = torch.tensor(micro_batch_J, dtype=torch.int64).to(edges_J1.device, non_blocking=True)
+    numbers = _on_device(edges_J1.device, tuple(micro_batch_J))
     if edges_J1.device.type == "cpu":
         counts_J = torch.from_numpy(np.diff(edges_J1.numpy()))
         return torch.repeat_interleave(numbers, counts_J, output_size=num_lookups)
@@ -270,8 +301,10 @@ class _WholePooling:
     @cached_property
     def bag_by_row(self) -> Tensor:
         """The bag of each lookup, lookups grouped by row; of matrices that are pooled."""
-        bag_N = bag_of_lookup(self.bags.offsets_S1, self.grouped.lookups_N.numel())
-        return bag_N.index_select(0, self.grouped.lookups_N)
+        offsets_S1, lookups_N = self.bags.offsets_S1, self.grouped.lookups_N
+        if offsets_S1.device.type != "cpu":
+            return torch.searchsorted(offsets_S1[1:], lookups_N, right=True)
+        return bag_of_lookup(offsets_S1, lookups_N.numel()).index_select(0, lookups_N)
 
     def part(self, k: int, matrix: int) -> tuple[dict[str, int], PoolingIndex]:
         """Cuts out the pooling of one micro-batch and matrix, with the start of each tensor.
@@ -311,11 +344,9 @@ class _WholePooling:
 
 def _group_whole(rows: UniqueRows, located: LocatedRows) -> _Grouped:
     # Move whole segments (the lookups of one row) from ascending id order to request order.
-    order_U, lookups_N = located.order_U.to(torch.int32), rows.lookups_by_row_N
-    counts_U, lookups_N, _ = torch.ops.fbgemm.permute_1D_sparse_data(
-        order_U, rows.counts_U, lookups_N, None, lookups_N.numel()
+    offsets_U1, (lookups_N,) = move_segments(
+        located.order_U, rows.counts, [rows.lookups_by_row_N], rows.edges_U1
     )
-    offsets_U1 = torch.ops.fbgemm.asynchronous_complete_cumsum(counts_U)
     return _Grouped(lookups_N, offsets_U1, gradient_position_G=None)
 
 
@@ -341,7 +372,7 @@ def _group_by_micro_batch(
         first_KM = is_start_N1.cumsum(0).index_select(0, edges)
         groups_KM = torch.diff(first_KM).view(len(lookups_KM), -1).tolist()
         start_G = torch.nonzero_static(is_start_N1[:-1], size=sum(map(sum, groups_KM))).squeeze(1)
-    position_G = located.request_position_U.index_select(0, row_N.index_select(0, start_G))
+    position_G = located.request_positions.index_select(0, row_N.index_select(0, start_G))
     return _Grouped(lookups_N, torch.cat([start_G, edges[-1:]]), position_G), groups_KM
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torchrec_picasso.ops.bags import Bags, bag_order, reorder_bags, segment_edg
 from torchrec_picasso.ops.ids import IdSpace
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import UniqueRows, unique_rows
-from torchrec_picasso.ops.streams import keep_for_current_stream
+from torchrec_picasso.ops.streams import kept_by_stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class PreparedIds:
     def from_read(ids: ReadIds, features: KeyedJaggedTensor) -> PreparedIds:
         """Joins ids that were read from features."""
         rows = ids.rows
-        parts = [rows.ids_U, rows.counts_U, rows.row_of_lookup_N, rows.lookups_by_row_N]
+        parts = [rows.ids_U, rows.edges_U1, rows.row_of_lookup_N, rows.lookups_by_row_N]
         parts += [ids.bags.offsets_S1, ids.outside_ids.view(1)]
         parts += [] if ids.bags.source_N is None else [ids.bags.source_N]
         values, lengths = [part.to(rows.ids_U.dtype) for part in parts], tuple(map(len, parts))
@@ -61,10 +61,10 @@ class PreparedIds:
         """Returns the ids by their meaning."""
         ids_U, *others = self.values.split(self.lengths)
         others = [part.to(torch.int64) for part in others]
-        counts_U, row_N, lookups_N, offsets_S1, outside, *source = others
+        edges_U1, row_N, lookups_N, offsets_S1, outside, *source = others
         return ReadIds(
             bags=Bags(offsets_S1=offsets_S1, source_N=source[0] if source else None),
-            rows=UniqueRows(ids_U, row_N, lookups_N, counts_U),
+            rows=UniqueRows(ids_U, row_N, lookups_N, edges_U1),
             outside_ids=outside.squeeze(0),
             sizes=self.sizes,
         )
@@ -78,9 +78,9 @@ class IdReader:
     plan: PackPlan
 
     @cached_property
-    def _bag_order(self) -> Callable[[tuple[int, ...], torch.device], Tensor | None]:
+    def _bag_order(self) -> Callable[[torch.device, tuple[int, ...]], Tensor | None]:
         """The permutation of bags, kept for batches of the same sizes."""
-        return lru_cache(maxsize=1)(partial(bag_order, self.plan))
+        return kept_by_stream(partial(bag_order, self.plan), maxsize=2)
 
     def read(
         self, features: KeyedJaggedTensor, sizes_K: Sequence[int | None], is_weighted: bool
@@ -91,15 +91,18 @@ class IdReader:
         each micro-batch, one ``None`` if every feature has its own size.
         """
         # Linear ids (N,) -> bag order (N,) -> unique rows (U,).
-        edges_F1 = segment_edges(features.offsets(), features.stride_per_key())
+        lengths_S, offsets_S1 = features.lengths(), features.offsets()
+        edges_F1 = segment_edges(offsets_S1, features.stride_per_key())
         linear_N, outside_ids = self.space.linearize(features.values(), edges_F1[1:])
         source_N = None
         if is_weighted and self.plan.has_pooling:
             source_N = torch.arange(linear_N.numel(), device=linear_N.device)
         sizes = self._sizes(sizes_K)
-        # Whichever stream read a batch of these sizes first made it.
-        order_S = keep_for_current_stream(self._bag_order(sizes, linear_N.device))
-        ids_N, bags = reorder_bags(linear_N, features.lengths(), order_S, source_N)
+        order_S = self._bag_order(linear_N.device, sizes)
+        if order_S is None:
+            ids_N, bags = linear_N, Bags(offsets_S1.to(torch.int64), source_N)
+        else:
+            ids_N, bags = reorder_bags(linear_N, lengths_S, order_S, source_N, offsets_S1)
         return ReadIds(bags=bags, rows=unique_rows(ids_N), outside_ids=outside_ids, sizes=sizes)
 
     def can_use(

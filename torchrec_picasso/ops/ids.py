@@ -21,7 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ from torch import Tensor
 from torchrec_picasso.ops.streams import kept_by_stream
 
 _WORD_BITS = 64
+_SIGNED = {torch.int32: np.int32, torch.int64: np.int64}
 _UNSIGNED = {torch.int32: np.uint32, torch.int64: np.uint64}
 
 
@@ -74,10 +77,8 @@ class IdSpace:
     """Rows of all tables together: linear ids are ``0 .. num_rows - 1``."""
     home_rows_PW: tuple[tuple[int, ...], ...]
     """Rows of each pack that each home rank stores."""
-    feature_base_F: Tensor
-    """First linear id of each feature's table, int64, shape ``(F,)``."""
-    feature_rows_F: Tensor
-    """Rows of each feature's table, int64, shape ``(F,)``."""
+    feature_ids_F2: Tensor
+    """First and last linear id of each feature's table, int64, shape ``(F, 2)``."""
     block_end_TW: Tensor
     """End of the linear ids of every (table, rank) block, ascending, int64, shape ``(T * W,)``."""
     block_pack_TW: Tensor
@@ -108,17 +109,16 @@ class IdSpace:
                 start += rows
                 ends.append(start)
 
-        def ids(values: Sequence[int]) -> Tensor:
+        def ids(values: Sequence[Any]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
-        per_feature = [(t, base) for t, base in zip(tables, bases) for _ in t.feature_names]
+        first_and_last = zip(tables, bases, (end - 1 for end in bases[1:]))
         return IdSpace(
             world_size=world_size,
             num_packs=len(home_rows),
             num_rows=bases[-1],
             home_rows_PW=tuple(map(tuple, home_rows)),
-            feature_base_F=ids([base for _, base in per_feature]),
-            feature_rows_F=ids([table.num_embeddings for table, _ in per_feature]),
+            feature_ids_F2=ids([both for t, *both in first_and_last for _ in t.feature_names]),
             block_end_TW=ids(ends),
             block_pack_TW=ids([pack for pack in packs for _ in range(world_size)]),
             block_rank_TW=ids([*range(world_size)] * len(tables)),
@@ -128,8 +128,7 @@ class IdSpace:
     def linearize(self, rows_N: Tensor, end_F: Tensor) -> tuple[Tensor, Tensor]:
         """Converts rows of tables to linear ids, as :func:`shift_rows`. Ids are int32 when the
         space allows, which halves the cost of sorting."""
-        base_F, limit_F = self.feature_base_F, self.feature_rows_F
-        return shift_rows(rows_N, end_F, base_F, limit_F, self.id_dtype)
+        return shift_rows(rows_N, end_F, self.feature_ids_F2, self.id_dtype)
 
     def find_blocks(self, ids_n: Tensor) -> tuple[Tensor, Tensor]:
         """Finds the (table, home rank) block and the home row of linear ids, all int64. A home row
@@ -200,19 +199,19 @@ def table_bases(tables: Sequence[PackedTable]) -> list[int]:
 
 
 def shift_rows(
-    rows_N: Tensor, end_F: Tensor, first_F: Tensor, limit_F: Tensor, dtype: torch.dtype
+    rows_N: Tensor, end_F: Tensor, numbers_F2: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Adds the first number of each feature's table to the rows of its lookups. No host sync.
 
     Args:
         rows_N: Row of each lookup in its table, any integer type, by feature.
-        end_F: End of the lookups of each feature, int64, ascending; the last one is N.
-        first_F: Number of row 0 of each feature's table, int64.
-        limit_F: Number of rows of each feature's table, int64.
+        end_F: End of the lookups of each feature, integer, ascending; the last one is N.
+        numbers_F2: Numbers of the first and of the last row of each feature's table, int64.
         dtype: Type of the result.
 
     Returns:
-        Numbers, shape ``(N,)``, 0 for rows outside their table, and the count of such rows, 0-d.
+        Numbers, shape ``(N,)``, the nearest in the table for rows outside it, and the count of
+        such rows, 0-d, in memory that must not be written.
     """
     if rows_N.device.type == "cpu" and rows_N.dtype in _UNSIGNED:
         rows, counts = rows_N.contiguous().numpy(), np.diff(end_F.numpy(), prepend=0)
@@ -221,34 +220,43 @@ def shift_rows(
         # would yield a wrong value.
         is_used = counts > 0
         starts = (np.cumsum(counts) - counts)[is_used]
-        unsigned, limits = rows.view(_UNSIGNED[rows_N.dtype]), limit_F.numpy()[is_used]
-        if not len(starts) or (np.maximum.reduceat(unsigned, starts) < limits).all():
+        first_F, last_F = numbers_F2.numpy().T
+        unsigned, largest = rows.view(_UNSIGNED[rows_N.dtype]), (last_F - first_F)[is_used]
+        if not len(starts) or (np.maximum.reduceat(unsigned, starts) <= largest).all():
             # All rows are inside. Start from the feature's first number, shape (N,), and add the
             # rows in place; the sum fits into dtype, so the cast is safe.
-            shifted = np.repeat(first_F.to(dtype).numpy(), counts)
+            shifted = np.repeat(first_F.astype(_SIGNED[dtype]), counts)
             np.add(shifted, rows, out=shifted, casting="unsafe")
-            return torch.from_numpy(shifted), torch.zeros((), dtype=torch.int64)
-    # Other devices, other types, or rows outside their table: expand (F,) to (N,) and mask.
+            return torch.from_numpy(shifted), zero(rows_N.device)
+    # Other devices, other types, or rows outside their table: expand (F, 2) to (N, 2) and clamp. A
+    # sum that overflows is negative, hence outside too.
     feature_N = segment_of(end_F, rows_N.numel())
-    outside_N = (rows_N < 0) | (rows_N >= limit_F.index_select(0, feature_N))
-    shifted_N = first_F.index_select(0, feature_N).add_(rows_N).masked_fill_(outside_N, 0)
-    return shifted_N.to(dtype), outside_N.sum()
+    first_N, last_N = numbers_F2.index_select(0, feature_N).unbind(1)
+    shifted_N = first_N + rows_N
+    inside_N = torch.empty_like(shifted_N, dtype=dtype)
+    torch.clamp(shifted_N, first_N, last_N, out=inside_N)
+    return inside_N, (inside_N != shifted_N).sum()
 
 
 def segment_of(end_J: Tensor, num: int) -> Tensor:
     """Returns the segment of each of ``num`` entries, int64, by the end of each one, ascending. Few
     long segments: a GPU's ``repeat_interleave`` fills each of them with a single warp."""
-    return torch.searchsorted(end_J, counting(end_J.device, num), right=True)
+    return torch.searchsorted(end_J, counting(end_J.device, num, end_J.dtype), right=True)
 
 
-_counting = kept_by_stream(lambda device, num: torch.arange(num, device=device), maxsize=None)
-
-
-def counting(device: torch.device, num: int) -> Tensor:
-    """Returns the integers ``0 .. num - 1``, int64, in memory that must not be written."""
+def counting(device: torch.device, num: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Returns the integers ``0 .. num - 1`` in memory that must not be written."""
     # As few tensors as numbers have bits; together they are less than twice the largest one.
-    return _counting(device, 1 << num.bit_length())[:num]
+    return _kept_counting(device, 1 << num.bit_length(), dtype)[:num]
 
+
+@partial(kept_by_stream, maxsize=None)
+def _kept_counting(device: torch.device, num: int, dtype: torch.dtype) -> Tensor:
+    return torch.arange(num, dtype=dtype, device=device)
+
+
+zero = kept_by_stream(lambda device: torch.zeros((), dtype=torch.int64, device=device))
+"""Returns 0, 0-d int64, on a device, in memory that must not be written."""
 
 _bit_of_byte = kept_by_stream(lambda device: torch.arange(8, dtype=torch.uint8, device=device))
 

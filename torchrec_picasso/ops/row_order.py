@@ -139,8 +139,13 @@ class UniqueRows:
     """Index into ``ids_U`` of each lookup, int64."""
     lookups_by_row_N: Tensor
     """Lookups grouped by row: a permutation of ``0..N-1``, int64."""
-    counts_U: Tensor
-    """Number of lookups of each row, int64."""
+    edges_U1: Tensor
+    """First entry of each row in ``lookups_by_row_N``, and N, int64."""
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """Number of lookups of each row, int64."""
+        return torch.diff(self.edges_U1)
 
 
 def first_of_runs(sorted_N: Tensor) -> Tensor:
@@ -156,14 +161,25 @@ def unique_rows(ids_N: Tensor) -> UniqueRows:
     Costs one sort of N, and one host sync on CUDA for U.
     """
     sorted_N, lookups_by_row_N = sort_with_tags(ids_N)
-    first_N1 = first_of_runs(sorted_N)
-    edges_U1 = nonzero_indices(first_N1)
     # row_N: index of the row for each lookup in sorted order, shape (N,). The scatter moves it back
     # to the input order of the lookups.
-    row_N = first_N1[:-1].cumsum(0).sub_(1)
+    row_N, edges_U1 = _runs(sorted_N)
     row_of_lookup_N = torch.empty_like(row_N).scatter_(0, lookups_by_row_N, row_N)
     ids_U = sorted_N.index_select(0, edges_U1[:-1])
-    return UniqueRows(ids_U, row_of_lookup_N, lookups_by_row_N, edges_U1.diff())
+    return UniqueRows(ids_U, row_of_lookup_N, lookups_by_row_N, edges_U1)
+
+
+def _runs(sorted_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the run of equal values of each entry, ``(N,)``, and the first entry of each run, and
+    N, ``(U + 1,)``, both int64."""
+    if sorted_N.device.type == "cpu":
+        first_N1 = first_of_runs(sorted_N)
+        return first_N1[:-1].cumsum(0).sub_(1), nonzero_indices(first_N1)
+    run_N = torch.zeros_like(sorted_N, dtype=torch.int64)
+    torch.ne(sorted_N[1:], sorted_N[:-1], out=run_N[1:])
+    run_N.cumsum_(0)
+    num_runs = int(run_N[-1]) + 1 if run_N.numel() else 0  # the host sync
+    return run_N, torch.searchsorted(run_N, counting(run_N.device, num_runs + 1))
 
 
 CLEAN, FIRST_DIRTY = 0, 1
@@ -247,10 +263,13 @@ class LocatedRows:
     """Number of rows by pack and segment (replicas, then home ranks by chunk), Q = 1 + K W."""
     order_U: Tensor
     """Index among the ascending ids of each row in request order, int64."""
-    request_position_U: Tensor
-    """Inverse of ``order_U``: request position of each ascending id, int64."""
     used_bits_X: Tensor
     """Whether this rank's batch uses each hot slot, a bit each, as :func:`.bits_to_words`."""
+
+    @cached_property
+    def request_positions(self) -> Tensor:
+        """Inverse of ``order_U``: request position of each ascending id, int64, ``(U,)``."""
+        return positions_of(self.order_U)
 
 
 def first_use_chunks(rows: UniqueRows, micro_batch_N: Tensor, num_micro_batches: int) -> Tensor:
@@ -282,7 +301,6 @@ def locate_rows(
         storage_row_U=storage_row_U.index_select(0, order_U),
         counts_PQ=counts.view(places.num_packs, per_pack),
         order_U=order_U,
-        request_position_U=positions_of(order_U),
         used_bits_X=bits_to_words(is_used[:num_flags]),
     )
 
@@ -363,17 +381,16 @@ def fetch_positions(
     ``order_n`` is that of the cold rows, pack after pack, a result of :func:`find_fetch_orders`.
     """
     if order_n is None:
-        return located.request_position_U
-    counting_U = counting(order_n.device, located.order_U.numel())
+        return located.request_positions
     if any(hot for hot, _ in hot_cold_P):
         hot_P, cold_P = zip(*hot_cold_P)
         # Hot rows are read locally and keep their place, which moves the cold rows behind them.
+        counting_U = counting(order_n.device, located.order_U.numel())
         kept_P = counting_U.split([num for both in hot_cold_P for num in both])[::2]
         moved_P = torch._foreach_add(order_n.split(cold_P), [*accumulate(hot_P)])
         order_n = torch.cat([part for both in zip(kept_P, moved_P) for part in both])
-    # Inverse permutation, shape (U,), then from request order to ascending id.
-    position_U = torch.empty_like(counting_U).scatter_(0, order_n, counting_U)
-    return position_U.index_select(0, located.request_position_U)
+    # The ascending id of each row in fetch order, shape (U,), then the inverse.
+    return positions_of(located.order_U.index_select(0, order_n))
 
 
 def positions_of(order_n: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ class _MergedRows:
         """Puts unique rows, ascending, in request order."""
         counts_U, asked_by_row_n, _ = torch.ops.fbgemm.permute_1D_sparse_data(
             order_U.to(torch.int32),
-            rows.counts_U,
+            rows.counts,
             rows.lookups_by_row_N,
             None,
             rows.lookups_by_row_N.numel(),

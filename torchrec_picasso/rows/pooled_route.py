@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import accumulate, islice, pairwise
 
 import numpy as np
@@ -39,7 +38,7 @@ from torchrec_picasso.ops.ids import shift_rows
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import FIRST_DIRTY, ExchangeSplits, all_dirty
 from torchrec_picasso.ops.segment_reduction import mean_scale, mean_weights
-from torchrec_picasso.ops.streams import keep_for_current_stream
+from torchrec_picasso.ops.streams import kept_by_stream
 from torchrec_picasso.placement import owner_pooled_waves
 from torchrec_picasso.rows.route import (
     IncomingRequests,
@@ -78,9 +77,11 @@ class PooledRoute(Route):
         """Number of features that each rank pools, by pack and rank."""
         for table, (pack, home) in zip(self.tables, homes):
             self.features_by_home[pack][home] += len(table.feature_names)
-        _, self.first_rows = self.space.find_blocks(self.space.feature_base_F)
-        """First row of each feature's table in its home rank's storage, int64, ``(F,)``."""
-        self.incoming_order = lru_cache(maxsize=num_packs)(incoming_bag_order)
+        ids_F2 = self.space.feature_ids_F2
+        _, first_F = self.space.find_blocks(ids_F2[:, 0].contiguous())
+        self.rows_F2 = ids_F2 + (first_F - ids_F2[:, 0]).unsqueeze(1)
+        """First and last row of each feature's table in its home rank's storage, int64."""
+        self.incoming_order = kept_by_stream(incoming_bag_order, maxsize=num_packs)
         """The permutation of incoming bags, kept for the packs of one batch."""
 
     def check(self, features: KeyedJaggedTensor) -> None:
@@ -109,12 +110,9 @@ class PooledRoute(Route):
         nums_AW = self.features_by_home
         lookups_AW = [[sum(islice(remaining, num)) for num in nums_W] for nums_W in nums_AW]
         lookups_A = list(map(sum, lookups_AW))
-        # Row of the table plus the table's first row in the home rank's storage, shape (N,); rows
-        # outside their table are 0.
+        # Row of the table plus the table's first row in the home rank's storage, shape (N,).
         end_F = torch.tensor([*accumulate(lookups_F)]).to(values_N.device, non_blocking=True)
-        rows_N, outside_ids = shift_rows(
-            values_N, end_F, self.first_rows, self.space.feature_rows_F, torch.int64
-        )
+        rows_N, outside_ids = shift_rows(values_N, end_F, self.rows_F2, torch.int64)
         lengths_A = features.lengths().split(
             [sum(sizes) * num_features for num_features in self.plan.features_M]
         )
@@ -221,11 +219,9 @@ class _Request(RouteRequest):
         *_, first, end = accumulate(self.route.features_by_home[p][: rank + 1], initial=0)
         num_features = end - first
         # From (rank, feature, sample) order to (micro-batch, rank, sample, feature) order.
-        order_S = self.route.incoming_order(num_features, self._samples_WK, self.route.device)
+        order_S = self.route.incoming_order(self.route.device, num_features, self._samples_WK)
         source_N = torch.arange(rows.numel(), device=rows.device) if weight_bits else None
-        home_row_numbers_n, ordered = reorder_bags(
-            rows.to(torch.int64), lengths, keep_for_current_stream(order_S), source_N
-        )
+        home_row_numbers_n, ordered = reorder_bags(rows.to(torch.int64), lengths, order_S, source_N)
         weights_N = None
         if weight_bits:
             assert ordered.source_N is not None

@@ -27,6 +27,7 @@ from torchrec_picasso.exchange.header import Header, HeaderExchange
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.exchange.waiting import Pending
 from torchrec_picasso.ops.id_reader import PreparedIds
+from torchrec_picasso.ops.ids import zero
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.route import PackLayout, Pooling
 from torchrec_picasso.rows.valid_features import are_bad, padded, raise_on_bad_input
@@ -99,7 +100,7 @@ class RowRequest:
         one_size = None if is_variable else features.stride()
         self._sizes_K: Sequence[int | None] = [one_size] if sizes_K is None else sizes_K
         self._weights_N = features.weights_or_none() if group.plan.has_pooling else None
-        bad_weights = torch.zeros((), dtype=torch.int64, device=features.values().device)
+        bad_weights = zero(features.values().device)
         if self._weights_N is not None:
             bad_weights = torch.isfinite(self._weights_N).logical_not().sum()
         # The features of a route follow those of the route before it.

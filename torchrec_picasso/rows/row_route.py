@@ -131,7 +131,7 @@ class RowRoute(Route):
         # Numbers that the host needs come with the header, which it waits for in any case.
         kept = [located.counts_PQ.reshape(-1), edges_J1, located.used_bits_X]
         if num_lookups and edges_J1.device.type != "cpu":
-            kept.append(rows.counts_U.max().view(1))  # for sums in pieces, on an accelerator
+            kept.append(rows.counts.max().view(1))  # for sums in pieces, on an accelerator
         return self._request(
             words=RouteWords([counts_WX], bits=[located.used_bits_X], kept=kept),
             outside_ids=ids.outside_ids,
