@@ -15,6 +15,13 @@ def command_parser(module: str, description: str | None) -> argparse.ArgumentPar
     )
 
 
+def add_numbers(parser: argparse.ArgumentParser, *options: tuple[str, int, int, str]) -> None:
+    """Adds options of a whole number: name, default, least number, and what it is."""
+    for name, default, least, what in options:
+        what = f"{what} (default: {default})"
+        parser.add_argument(name, type=at_least(least), default=default, metavar="N", help=what)
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """Parses a whole number that is not below ``least``."""
 

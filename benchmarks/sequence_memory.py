@@ -41,7 +41,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from benchmarks.command import at_least, command_parser
+from benchmarks.command import add_numbers, command_parser
 from torchrec_picasso import (
     FrequencyStats,
     HotColdEmbeddingCollectionSharder,
@@ -262,14 +262,14 @@ def _parser() -> argparse.ArgumentParser:
     add("-o", "--out", metavar="FILE", help="JSON to write")
     add("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="what is trained")
     add("--in-order", action="store_true", help="id 0 is the most frequent one, 1 the next one")
-    for name, default, what in (
-        ("--samples", 512, "samples per rank"),
-        ("--history", 256, "ids of each history"),
-        ("--dim", 256, "columns of the table"),
-        ("--rows", 100_000, "rows of the table"),
-        ("--ranks", 2, "ranks"),
-    ):
-        add(name, type=at_least(1), default=default, metavar="N", help=what)
+    add_numbers(
+        parser,
+        ("--samples", 512, 1, "samples per rank"),
+        ("--history", 256, 1, "ids of each history"),
+        ("--dim", 256, 1, "columns of the table"),
+        ("--rows", 100_000, 1, "rows of the table"),
+        ("--ranks", 2, 1, "ranks"),
+    )
     return parser
 
 

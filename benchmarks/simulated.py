@@ -7,11 +7,12 @@ A DLRM of 26 tables trains with whole tables under TrainPipelineSparseDist, and 
 ones, flat and on hosts of several ranks by host, under InterleavedTrainPipeline with one
 micro-batch and lookahead. Variants take turns. `torchrec-picasso simulate` gets the same samples
 and the measured work of a rank; ranks that share a core take turns on it, so their work takes as
-many times longer. Links are measured on as many hosts of one rank, and on two of several ranks:
-gloo's all-to-all fills a link the better the more messages share it.
+many times longer. Links are measured on the same hosts, up to the sizes that a step sends: gloo's
+all-to-all fills a link the better the more messages share it, and what exceeds the largest
+measured size has the slope between the last two, whatever disturbed them.
 
 Bytes are what ranks handed to collectives, mean over ranks; errors are simulated over measured,
-minus 1.
+minus 1. The JSON has the measured links, and of a simulated step its work and its messages.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.cluster import ClusterError, run_on_hosts, usable_rate
-from benchmarks.command import at_least, command_parser
+from benchmarks.command import add_numbers, command_parser
 from benchmarks.pipelines.question import Question as Settings
 from benchmarks.pipelines.rankings import rankings
 from benchmarks.pipelines.runner import RankResult, Runner, dlrm_trainer, take_turns
@@ -48,9 +49,7 @@ _CLUSTERS = ("2x1", "4x1", "8x1", "2x2", "2x4", "4x2")
 _FORMS = {"rows": "interleaved:1:0+rows", "node_rows": "interleaved:1:0+node_rows"}
 _VARIANTS = {"table_wise": "table_wise", **_FORMS}
 """Variant of `benchmarks.pipelines` by its name in a simulation."""
-_CURVES_MAX_BYTES, _LEAST_BYTES, _CURVES_SECONDS, _CURVES_BUDGET_S = 2 << 20, 4 << 10, 0.2, 10.0
-_MOST_HOSTS = {1: 8, 2: 2, 4: 2}
-"""Most hosts that links are measured on, by ranks of each."""
+_CURVES_MAX_BYTES, _LEAST_BYTES, _CURVES_SECONDS, _CURVES_BUDGET_S = 4 << 20, 4 << 10, 1.0, 120.0
 _TIMEOUT_S = 600.0
 
 
@@ -63,6 +62,8 @@ class Compared:
         name: Name of the variant in a simulation.
         measured_ms: Median step.
         simulated_ms: Predicted step.
+        wire_ms: All messages of the predicted step, one after another.
+        compute_ms: All work of the predicted step.
         measured_bytes: Bytes per rank and step.
         simulated_bytes: Counted bytes, with those of dense gradients.
     """
@@ -71,6 +72,8 @@ class Compared:
     name: str
     measured_ms: float
     simulated_ms: float
+    wire_ms: float
+    compute_ms: float
     measured_bytes: float
     simulated_bytes: float
 
@@ -92,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_outputs(args, "out")
         if (rate := usable_rate(args.rate_mbit)) is None:
             raise ClusterError("hosts of several ranks need links; see `benchmarks.cluster`")
-        found = compare_all([_settings(args, name, rate) for name in args.clusters])
+        links, found = compare_all([_settings(args, name, rate) for name in args.clusters])
     except (PicassoError, RankError, ClusterError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -105,12 +108,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out:
         lines = [{**dataclasses.asdict(each), "errors": each.errors} for each in found]
         question = {name: value for name, value in vars(args).items() if name != "out"}
-        write_result({"question": question, "worst": worst, "compared": lines}, args.out)
+        kept = {"question": question, "worst": worst, "compared": lines, "links": links}
+        write_result(kept, args.out)
     return 0
 
 
-def compare_all(clusters: Sequence[Settings]) -> list[Compared]:
-    """Measures work and links, then each cluster's variants, and prints them.
+def compare_all(clusters: Sequence[Settings]) -> tuple[dict[str, Any], list[Compared]]:
+    """Measures work, then each cluster's links and variants, and prints these.
+
+    Returns:
+        Links by cluster, for JSON, and the variants.
 
     Raises:
         RankError: If a rank fails.
@@ -118,17 +125,14 @@ def compare_all(clusters: Sequence[Settings]) -> list[Compared]:
     """
     pair = dataclasses.replace(clusters[0], hosts=2, ranks_per_host=1, rate_mbit=None)
     work = calibrate(pair, _LEAST_BYTES, with_work=True)  # links would only slow it
-    links: dict[tuple[int, int], CommCurves] = {}
+    links: dict[str, Any] = {}
     found: list[Compared] = []
     for cluster in clusters:
-        hosts = min(cluster.hosts, _MOST_HOSTS[cluster.ranks_per_host])
-        measured = dataclasses.replace(cluster, hosts=hosts)
-        if (key := (hosts, cluster.ranks_per_host)) not in links:
-            links[key] = calibrate(measured, _CURVES_MAX_BYTES)
-        curves = dataclasses.replace(links[key], local=work.local, dense=work.dense)
-        found += compare(cluster, curves)
+        measured = calibrate(cluster, _CURVES_MAX_BYTES)
+        links[_name(cluster)] = dataclasses.asdict(measured)["collectives"]
+        found += compare(cluster, dataclasses.replace(measured, local=work.local, dense=work.dense))
         _print(found[-len(cluster.variants) :])
-    return found
+    return links, found
 
 
 def calibrate(settings: Settings, max_bytes: int, with_work: bool = False) -> CommCurves:
@@ -167,10 +171,12 @@ def compare(settings: Settings, curves: CommCurves) -> list[Compared]:
     (simulated,) = simulate(question)
     return [
         Compared(
-            cluster=f"{settings.hosts}x{settings.ranks_per_host}",
+            cluster=_name(settings),
             name=priced.name,
             measured_ms=found[_VARIANTS[priced.name]].step_ms[1],
             simulated_ms=priced.step.step_ms,
+            wire_ms=priced.step.wire_ms,
+            compute_ms=priced.step.compute_ms,
             measured_bytes=found[_VARIANTS[priced.name]].metered_bytes_per_step,
             simulated_bytes=sum(priced.sent_bytes.values()) + _dense_bytes(simulated),
         )
@@ -211,6 +217,10 @@ def _settings(args: argparse.Namespace, cluster: str, rate_mbit: float | None) -
         block_steps=args.block_steps,
         variants=tuple(_VARIANTS[name] for name in variants),
     )
+
+
+def _name(settings: Settings) -> str:
+    return f"{settings.hosts}x{settings.ranks_per_host}"
 
 
 def _dense_bytes(simulated: Simulated) -> float:
@@ -261,14 +271,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--clusters", nargs="+", choices=_CLUSTERS, default=_CLUSTERS, help="hosts x ranks")
     add("--rate-mbit", type=float, default=100.0, metavar="R", help="of each link (default: 100)")
     add("-o", "--out", metavar="FILE", help="JSON to write")
-    for name, default, least, what in (
-        ("batch-size", 512, 16, "samples per rank and step"),
-        ("dim", 64, 4, "columns of every table"),
-        ("rounds", 3, 1, "turns of every variant"),
-        ("block-steps", 3, 2, "timed steps of a turn"),
-    ):
-        what = f"{what} (default: {default})"
-        add(f"--{name}", type=at_least(least), default=default, help=what, metavar="N")
+    add_numbers(
+        parser,
+        ("--batch-size", 512, 16, "samples per rank and step"),
+        ("--dim", 64, 4, "columns of every table"),
+        ("--rounds", 3, 1, "turns of every variant"),
+        ("--block-steps", 3, 2, "timed steps of a turn"),
+    )
     return parser
 
 

@@ -19,7 +19,7 @@ from benchmarks.cluster.awake import cores_awake
 from benchmarks.cluster.emulated import EmulatedCluster
 from benchmarks.cluster.link_speed import TRANSFERS, TransferTime, link_bytes, time_transfer
 from benchmarks.cluster.namespaces import ClusterError
-from benchmarks.command import at_least, command_parser
+from benchmarks.command import add_numbers, command_parser
 from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
@@ -112,14 +112,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("benchmarks.cluster", __doc__)
     parser.add_argument("--rate-mbit", type=float, help="rate of each link (default: not shaped)")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="write all numbers as JSON")
-    for name, default, least, what in (
+    add_numbers(
+        parser,
         ("--hosts", 2, 2, "hosts"),
         ("--ranks-per-host", 1, 1, "ranks that share a host's link"),
         ("--megabytes", 16, 1, "input of each rank"),
         ("--repeats", 5, 1, "timed repeats"),
-    ):
-        what = f"{what} (default: {default})"
-        parser.add_argument(name, type=at_least(least), default=default, help=what)
+    )
     return parser
 
 

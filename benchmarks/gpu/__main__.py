@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.command import at_least, command_parser
+from benchmarks.command import add_numbers, command_parser
 from benchmarks.gpu.overhead import overhead
 from benchmarks.gpu.report import PartReport, describe_parts
 from benchmarks.gpu.requirements import describe_machine, missing_piece
@@ -95,12 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     add("-o", "--out", metavar="FILE", help="JSON to write")
     add("--require", action="store_true", help="exit with 1 where nothing can be run")
     add("--parts", type=_parts, default=",".join(PARTS), metavar="A,B", help="parts to run")
-    for name, default, least, what in (
+    add_numbers(
+        parser,
         ("--repeats", usual.repeats, 1, "runs of each pipeline in part streams"),
         ("--rounds", usual.rounds, 2, "turns of every variant on the clock"),
-    ):
-        what = f"{what} (default: {default})"
-        add(name, type=at_least(least), default=default, metavar="N", help=what)
+    )
     return parser
 
 

@@ -23,6 +23,7 @@ from torchrec_picasso.cost.stock import (
     STOCK_TYPES,
     StockTotals,
     cost_of_totals,
+    deal_out,
     marginal_stock_costs,
     max_over_mean,
     stock_cost,
@@ -93,6 +94,8 @@ def test_the_busiest_rank_of_few_tables() -> None:
     assert max_over_mean("table_wise", tables, 6) == pytest.approx(2.0)
     assert max_over_mean("column_wise", tables, 2) == pytest.approx(1.0)
     assert max_over_mean("row_wise", tables, 6) == 1.0
+    # 16 columns on 3 ranks: the width divides them, and is a multiple of 4
+    assert list(map(sorted, deal_out("column_wise", tables[:1], 3))) == [[0, 0, 1, 2]]
 
 
 def test_marginal_costs_are_what_leaving_a_table_out_saves() -> None:

@@ -122,7 +122,7 @@ def _exchange(rank: int, world_size: int, num_places: int) -> dict[str, Any]:
         with MessageRecorder() as recorder:
             pending = [exchanges.start_sum(value) for value in values]
             time.sleep(0.2 * (rank == late))
-            for each in pending:
+            for each in (*pending, *pending):
                 each.wait()
         sums.append(values)
     found |= {"sums": sums, "sum messages": recorder.messages}
@@ -142,14 +142,17 @@ def test_sums_are_equal_on_all_ranks_and_cross_once_per_host(hosts: tuple[int, i
     for size, values in zip(SIZES, first):
         expected = torch.stack([_values(rank, size) for rank in range(world_size)]).double().sum(0)
         torch.testing.assert_close(values, expected.float())
-    reduced = 0
+    reduced = inside = 0
     for rank, found in enumerate(by_rank):
         for message in found["sum messages"]:
             reduced += message.num_elements if message.to < 0 else 0
+            inside += message.num_elements if message.to >= 0 else 0
             assert message.to < 0 or message.to // num_places == rank // num_places
     # over hosts each value is reduced once, by the ranks of one place; a ring of all ranks would
     # carry (W - 1) / W of it instead of (Y - 1) / Y out of each host
     assert reduced == num_hosts * sum(SIZES)
+    # in each host a piece from each rank to each place, and back
+    assert inside == num_hosts * 2 * (num_places - 1) * sum(SIZES)
 
 
 @pytest.mark.parametrize("hosts", HOSTS)

@@ -245,6 +245,6 @@ def over_mean(load_W: Iterable[float]) -> float:
 
 
 def _column_shards(load: TableLoad, world_size: int) -> int:
-    """Returns the number of column shards: one per rank, if all have the same allowed width."""
+    """Returns the number of column shards: one per rank, or a few more of an allowed width."""
     width = load.dim // world_size // _MIN_COLUMNS * _MIN_COLUMNS
-    return world_size if width and load.dim % width == 0 else 1
+    return load.dim // width if width and load.dim % width == 0 else 1

@@ -180,12 +180,15 @@ class _Then:
     """An operation in progress, and another one that starts once it is waited for."""
 
     def __init__(self, first: Pending, start: Callable[[], Pending]) -> None:
-        self._first, self._start = first, start
+        self._first = first
+        self._start: Callable[[], Pending] | None = start
 
     def wait(self) -> None:
-        """Finishes both; called once."""
-        wait_for(self._first)
-        self._start().wait()
+        """Finishes both; further calls have no effect."""
+        if self._start is not None:
+            start, self._start = self._start, None
+            wait_for(self._first)
+            start().wait()
 
 
 class _InTwoParts:

@@ -354,7 +354,10 @@ def test_a_step_is_simulated_on_many_ranks(
         (["--link-mbit", "9", "--ranks", "6", "--ranks-per-host", "4"], "whole hosts of 4, got 6"),
         (["--link-mbit", "9", "--ranks-per-host", "17"], "--ranks-per-host: expected 1 to 16"),
         (["--link-mbit", "9", "--ranks", "2", "--hot-rows", "5"], "there are no statistics"),
-        (["--link-mbit", "9", "--micro-batches", "0"], "--micro-batches: expected at least 1"),
+        (["--link-mbit", "9", "--micro-batches", "0"], "--micro-batches: expected 1 to 256, the"),
+        (["--link-mbit", "9", "--micro-batches", "257"], "--micro-batches: expected 1 to 256, the"),
+        (["--link-mbit", "9", "--latency-ms", "-1"], "--latency-ms: expected at least 0 milli"),
+        (["--link-mbit", "9", "--dense-ms", "nan"], "--dense-ms: expected at least 0 milliseconds"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,10 @@ _MOST_RANKS, _MOST_RANKS_PER_HOST = 1024, 16
 def run(args: argparse.Namespace) -> None:
     """Runs the subcommand; raises PicassoError for unusable input."""
     check_outputs(args, "json", "plot")
+    config = load_config(args.config)
+    _check_numbers(args, config.data.batch_size)
     question = Question(
-        config=load_config(args.config),
+        config=config,
         clusters=_clusters(args),
         curves=_curves(args),
         stats=FrequencyStats.from_parquet(args.stats) if args.stats else None,
@@ -68,9 +71,18 @@ def _clusters(args: argparse.Namespace) -> list[tuple[int, int]]:
     return clusters
 
 
+def _check_numbers(args: argparse.Namespace, batch_size: int) -> None:
+    for flag, number in (("--latency-ms", args.latency_ms), ("--dense-ms", args.dense_ms)):
+        if number is not None and not 0 <= number < math.inf:
+            raise ConfigError(f"{flag}: expected at least 0 milliseconds, got {number:g}")
+    if args.micro_batches is not None and not 1 <= args.micro_batches <= batch_size:
+        raise ConfigError(
+            f"--micro-batches: expected 1 to {batch_size}, the samples of a batch, got "
+            f"{args.micro_batches}"
+        )
+
+
 def _curves(args: argparse.Namespace) -> CommCurves:
-    if args.micro_batches is not None and args.micro_batches < 1:
-        raise ConfigError(f"--micro-batches: expected at least 1, got {args.micro_batches}")
     if args.curves is not None:
         return CommCurves.from_json(args.curves)
     if not args.link_mbit > 0:
