@@ -21,7 +21,13 @@ from tests.support.refusals import refusal
 from torchrec_picasso.app.cli.launcher import join_torchrun
 from torchrec_picasso.app.config import PipelineConfig
 from torchrec_picasso.app.launch import rank_order
-from torchrec_picasso.app.launch.host_ring import HostRing, best_ring, measure_hosts, tournament
+from torchrec_picasso.app.launch.host_ring import (
+    HostRing,
+    best_ring,
+    measure_hosts,
+    pair_times,
+    tournament,
+)
 from torchrec_picasso.app.launch.rank_order import host_name, new_ranks
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.trainer import Trainer
@@ -31,7 +37,7 @@ from torchrec_picasso.errors import ConfigError
 TIMEOUT_S = 120.0
 
 
-def pair_times(racks: list[int], noise: float = 0.0) -> list[list[float]]:
+def times_of(racks: list[int], noise: float = 0.0) -> list[list[float]]:
     """Milliseconds of pairs: between racks twice those inside."""
     drawn = random.Random(0)
     times = [[0.0] * len(racks) for _ in racks]
@@ -46,7 +52,7 @@ def pair_times(racks: list[int], noise: float = 0.0) -> list[list[float]]:
 @pytest.mark.parametrize("num_racks", [2, 3])
 def test_racks_are_found(num_hosts: int, num_racks: int) -> None:
     racks = [host % num_racks for host in range(num_hosts)]
-    times = pair_times(racks, noise=0.3)
+    times = times_of(racks, noise=0.3)
     ring = best_ring(times)
     assert sorted(ring) == list(range(num_hosts))
     assert ring[0] == 0
@@ -62,9 +68,9 @@ def test_racks_are_found(num_hosts: int, num_racks: int) -> None:
 
 @pytest.mark.parametrize("num_hosts", [4, 8, 9, 16])
 def test_even_links_keep_the_order(num_hosts: int) -> None:
-    assert best_ring(pair_times([0] * num_hosts)) == list(range(num_hosts))
+    assert best_ring(times_of([0] * num_hosts)) == list(range(num_hosts))
     half = num_hosts // 2
-    assert best_ring(pair_times([0] * half + [1] * (num_hosts - half))) == list(range(num_hosts))
+    assert best_ring(times_of([0] * half + [1] * (num_hosts - half))) == list(range(num_hosts))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +94,23 @@ def test_noise_keeps_the_order(best_ms: list[float], order: list[str]) -> None:
     assert ring.order == order
     # of 4 ranks each sends 6/4 of the sum
     assert ring.sum_ms([10.0, 20.0, 90.0], num_bytes=2000, world_size=4) == 60.0
+
+
+@pytest.mark.parametrize("capacity", [1, 2])
+def test_a_link_that_only_many_hosts_fill_is_found(capacity: int) -> None:
+    """Between racks, pairs share a link that as many as its capacity leave at full speed."""
+    racks = [0, 1, 0, 1, 1, 1, 0, 0]
+
+    def measure(exchanges: list[list[int]]) -> list[list[float]]:
+        ms = []
+        for partners in exchanges:
+            crosses = [racks[host] != racks[other] for host, other in enumerate(partners)]
+            slower = max(1.0, sum(crosses) / 2 / capacity)
+            ms.append([10 * slower if cross else 10 for cross in crosses])
+        return ms
+
+    ring = best_ring(pair_times(8, measure))
+    assert sum(racks[a] != racks[b] for a, b in zip(ring, ring[1:] + ring[:1])) == 2
 
 
 @pytest.mark.parametrize("num_hosts", [2, 3, 4, 7, 8])
