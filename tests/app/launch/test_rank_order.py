@@ -3,6 +3,8 @@
 Ranks of the same number train the same bits wherever they are, so a new order is compared exactly.
 """
 
+import contextlib
+import io
 import itertools
 import json
 import os
@@ -19,10 +21,16 @@ from tests.app.runs.tiny import tiny_run
 from tests.support.hosts import pretend_hosts
 from tests.support.refusals import refusal
 from torchrec_picasso.app.cli.launcher import join_torchrun
+from torchrec_picasso.app.cli.main import main
 from torchrec_picasso.app.config import PipelineConfig
-from torchrec_picasso.app.launch import rank_order
-from torchrec_picasso.app.launch.host_ring import HostRing, best_ring, measure_hosts, tournament
-from torchrec_picasso.app.launch.rank_order import host_name, new_ranks
+from torchrec_picasso.app.launch.host_ring import (
+    HostRing,
+    best_ring,
+    measure_hosts,
+    pair_times,
+    tournament,
+)
+from torchrec_picasso.app.launch.rank_order import new_ranks
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.trainer import Trainer
 from torchrec_picasso.app.zoo.registry import make_source
@@ -31,7 +39,7 @@ from torchrec_picasso.errors import ConfigError
 TIMEOUT_S = 120.0
 
 
-def pair_times(racks: list[int], noise: float = 0.0) -> list[list[float]]:
+def times_of(racks: list[int], noise: float = 0.0) -> list[list[float]]:
     """Milliseconds of pairs: between racks twice those inside."""
     drawn = random.Random(0)
     times = [[0.0] * len(racks) for _ in racks]
@@ -46,7 +54,7 @@ def pair_times(racks: list[int], noise: float = 0.0) -> list[list[float]]:
 @pytest.mark.parametrize("num_racks", [2, 3])
 def test_racks_are_found(num_hosts: int, num_racks: int) -> None:
     racks = [host % num_racks for host in range(num_hosts)]
-    times = pair_times(racks, noise=0.3)
+    times = times_of(racks, noise=0.3)
     ring = best_ring(times)
     assert sorted(ring) == list(range(num_hosts))
     assert ring[0] == 0
@@ -62,9 +70,9 @@ def test_racks_are_found(num_hosts: int, num_racks: int) -> None:
 
 @pytest.mark.parametrize("num_hosts", [4, 8, 9, 16])
 def test_even_links_keep_the_order(num_hosts: int) -> None:
-    assert best_ring(pair_times([0] * num_hosts)) == list(range(num_hosts))
+    assert best_ring(times_of([0] * num_hosts)) == list(range(num_hosts))
     half = num_hosts // 2
-    assert best_ring(pair_times([0] * half + [1] * (num_hosts - half))) == list(range(num_hosts))
+    assert best_ring(times_of([0] * half + [1] * (num_hosts - half))) == list(range(num_hosts))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +96,23 @@ def test_noise_keeps_the_order(best_ms: list[float], order: list[str]) -> None:
     assert ring.order == order
     # of 4 ranks each sends 6/4 of the sum
     assert ring.sum_ms([10.0, 20.0, 90.0], num_bytes=2000, world_size=4) == 60.0
+
+
+@pytest.mark.parametrize("capacity", [1, 2])
+def test_a_link_that_only_many_hosts_fill_is_found(capacity: int) -> None:
+    """Between racks, pairs share a link that as many as its capacity leave at full speed."""
+    racks = [0, 1, 0, 1, 1, 1, 0, 0]
+
+    def measure(exchanges: list[list[int]]) -> list[list[float]]:
+        ms = []
+        for partners in exchanges:
+            crosses = [racks[host] != racks[other] for host, other in enumerate(partners)]
+            slower = max(1.0, sum(crosses) / 2 / capacity)
+            ms.append([10 * slower if cross else 10 for cross in crosses])
+        return ms
+
+    ring = best_ring(pair_times(8, measure))
+    assert sum(racks[a] != racks[b] for a, b in zip(ring, ring[1:] + ring[:1])) == 2
 
 
 @pytest.mark.parametrize("num_hosts", [2, 3, 4, 7, 8])
@@ -156,10 +181,10 @@ def trained(kind: str) -> list[float]:
 STOCK = "sparse_dist"
 
 
-def in_orders(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """Joins in the given order, another and ones that do not fit; by torchrun's number."""
-    pretend_hosts(rank, 2)
-    rank_order.host_name = lambda: f"host{rank // 2}"  # type: ignore[assignment]
+def leave_group(rank: int, ranks_per_host: int) -> None:
+    """Leaves the group, with the variables of torchrun on hosts named host0, host1 ..."""
+    pretend_hosts(rank, ranks_per_host)
+    socket.gethostname = lambda: f"host{rank // ranks_per_host}"
     port = [0]
     if rank == 0:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -168,6 +193,11 @@ def in_orders(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     dist.barrier()
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port[0]))
+
+
+def in_orders(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Joins in the given order, another and ones that do not fit; by torchrun's number."""
+    leave_group(rank, 2)
     found: dict[str, Any] = {}
     for name in ("given", "turned", "missing", "lacking"):
         os.environ["RANK"] = str(rank)
@@ -203,14 +233,34 @@ def test_ranks_train_the_same_in_any_order(tmp_path: Path) -> None:
         assert message.startswith(words)
 
 
-def measured(rank: int, world_size: int) -> HostRing:
-    return measure_hosts(dist.group.WORLD, f"{host_name()}{rank}", 4096)
+def measured(rank: int, world_size: int, folder: Path) -> tuple[HostRing, list[int], str]:
+    """Measures four hosts; returns the exit codes of ``order`` there and on two hosts, and what it
+    printed."""
+    ring = measure_hosts(dist.group.WORLD, f"host{rank}", 4096)
+    codes, printed = [], io.StringIO()
+    for ranks_per_host in (1, 2):
+        leave_group(rank, ranks_per_host)
+        os.environ["RANK"] = str(rank)
+        out = str(folder / f"{ranks_per_host}.json")
+        with contextlib.redirect_stdout(printed):
+            codes.append(main(["order", "-o", out, "--mib", "0.01"]))
+        if ranks_per_host == 1:
+            join_torchrun(TIMEOUT_S, out)
+    return ring, codes, printed.getvalue()
 
 
-def test_all_ranks_measure_the_same() -> None:
-    rings = run_ranks(measured, 4, timeout_s=TIMEOUT_S)
+def test_the_command_writes_an_order_that_ranks_join_in(tmp_path: Path) -> None:
+    rings, codes, printed = zip(*run_ranks(measured, 4, tmp_path, timeout_s=TIMEOUT_S))
+    assert codes == ([0, 0],) * 4
     assert rings.count(rings[0]) == 4
     pair_ms = torch.tensor(rings[0].pair_ms_YY)
     assert torch.equal(pair_ms, pair_ms.T)
     assert torch.equal(pair_ms == 0, torch.eye(4, dtype=torch.bool))
     assert len(rings[0].given_ms) == len(rings[0].best_ms) == 5
+    told = "".join(printed)
+    assert "ring of 4 hosts, 4 ranks" in told
+    written = json.loads((tmp_path / "1.json").read_text())
+    assert sorted(written["order"]) == [f"host{host}" for host in range(4)]
+    assert f"wrote {tmp_path / '1.json'}: {', '.join(written['order'])}" in told
+    assert "2 hosts: fewer than four have one ring, so their order stays" in told
+    assert json.loads((tmp_path / "2.json").read_text())["order"] == ["host0", "host1"]

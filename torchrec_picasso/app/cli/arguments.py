@@ -244,11 +244,11 @@ def _order(subcommands: _Subcommands) -> None:
         "order",
         "find the order of hosts in which sums of dense gradients are fastest",
         (
-            "Measures by gloo how fast pairs of hosts exchange while the other hosts do, finds the "
-            "fastest ring through all hosts, measures it beside the given order, and writes the "
-            "order, which stays as it is unless the ring gains 5 % in each round. Runs under "
-            "torchrun on four hosts or more. Other programs use the order by the --node-rank of "
-            "torchrun."
+            "Measures by gloo how fast pairs of hosts exchange while the other hosts do, finds "
+            "the fastest ring through all hosts, measures it beside the given order, and writes "
+            "the order, which stays as it is unless the ring gains 5 % in each round. Runs under "
+            "torchrun on four hosts or more; in another order hosts read the data of other ranks. "
+            "Other programs use the order by the --node-rank of torchrun."
         ),
         "torchrun --nnodes 8 --nproc-per-node 1 ... -m torchrec_picasso order -o order.json",
         (

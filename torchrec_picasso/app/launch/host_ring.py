@@ -6,7 +6,7 @@ One pair of hosts does not fill such a path, so the hosts exchange in pairs, all
 round with other partners. The ring of least time between neighbours is then measured beside the
 given one.
 
-Measured after Cloud Collectives (Luo et al., MLSys 2020: PLink), which renumbers ranks.
+After PLink (Luo et al., MLSys 2020) and Cloud Collectives (Luo et al., 2021).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 import torch
@@ -25,7 +26,6 @@ LEAST_GAIN = 1.05
 """A ring replaces the given one if it is faster by this factor in every round."""
 
 _ROUNDS = 5
-_MAX_EXACT = 8  # hosts; 5,040 rings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,28 +66,12 @@ class HostRing:
 
 
 def best_ring(pair_ms_YY: Sequence[Sequence[float]]) -> list[int]:
-    """Returns the ring of hosts with the least sum of neighbours' times; host 0 stays first.
-
-    Up to 8 hosts all rings are compared, beyond that the nearest neighbours are improved by 2-opt.
-    Of equal rings the first by numbers is taken.
-    """
-    num_hosts = len(pair_ms_YY)
-    if num_hosts <= _MAX_EXACT:
-        rings = ([0, *others] for others in itertools.permutations(range(1, num_hosts)))
-        return min(rings, key=lambda ring: _length(pair_ms_YY, ring))
-    ring = [0]
-    while left := sorted(set(range(num_hosts)).difference(ring)):
+    """Returns a ring of hosts with a small sum of neighbours' times: the nearest neighbours from
+    host 0, then parts are reversed while that shortens the ring (2-opt). Of equal hosts the first
+    comes first."""
+    size, ring, improved = len(pair_ms_YY), [0], True
+    while left := sorted(set(range(size)).difference(ring)):
         ring.append(min(left, key=lambda host: pair_ms_YY[ring[-1]][host]))
-    return _shortened(pair_ms_YY, ring)
-
-
-def _length(pair_ms_YY: Sequence[Sequence[float]], ring: list[int]) -> float:
-    return sum(pair_ms_YY[a][b] for a, b in zip(ring, ring[1:] + ring[:1]))
-
-
-def _shortened(pair_ms_YY: Sequence[Sequence[float]], ring: list[int]) -> list[int]:
-    """Reverses parts of a ring while that shortens it (2-opt); its first host stays."""
-    size, improved = len(ring), True
     while improved:
         improved = False
         for i, j in itertools.combinations(range(1, size + 1), 2):
@@ -132,14 +116,14 @@ def measure_hosts(pg: dist.ProcessGroup, host: str, num_bytes: int) -> HostRing:
     host_by_rank: list[str] = [""] * pg.size()
     dist.all_gather_object(host_by_rank, host, group=pg)
     hosts = tuple(dict.fromkeys(host_by_rank))
-    num_hosts = len(hosts)
-    if num_hosts < 4:
+    if len(hosts) < 4:
         return HostRing(hosts=hosts, num_bytes=num_bytes)
-    measure = _Exchanges(pg, [host_by_rank.index(name) for name in hosts], num_bytes)
-    pair_ms_YY = _pair_ms(measure)
+    leaders_Y = [host_by_rank.index(name) for name in hosts]
+    measure = partial(_exchange_ms, pg, leaders_Y, num_bytes)
+    pair_ms_YY = pair_times(len(hosts), measure)
     ring = best_ring(pair_ms_YY)
-    rings = [list(range(num_hosts)), ring]
-    times = measure.ms([_successors(ring) for _ in range(1 + _ROUNDS) for ring in rings])[2:]
+    rings = [list(range(len(hosts))), ring]
+    times = measure([_successors(ring) for _ in range(1 + _ROUNDS) for ring in rings])[2:]
     given_ms, best_ms = (list(map(max, times[start::2])) for start in (0, 1))
     return HostRing(
         hosts=hosts,
@@ -156,69 +140,55 @@ def _successors(ring: list[int]) -> list[int]:
     return [ring[(ring.index(host) + 1) % len(ring)] for host in range(len(ring))]
 
 
-def _pair_ms(measure: _Exchanges) -> list[list[float]]:
-    """Median times of pairs, over tournaments in which pairs meet in different company."""
-    num_hosts = measure.num_hosts
-    exchanges = [
-        partner_Y for number in range(1 + _ROUNDS) for partner_Y in _shuffled(num_hosts, number)
-    ]
-    times_YY: list[list[list[float]]] = [[[] for _ in range(num_hosts)] for _ in range(num_hosts)]
-    warmups = len(exchanges) // (1 + _ROUNDS)
-    for partner_Y, ms_Y in zip(exchanges[warmups:], measure.ms(exchanges)[warmups:]):
+def pair_times(
+    num_hosts: int, measure: Callable[[list[list[int]]], list[list[float]]]
+) -> list[list[float]]:
+    """Returns mean times of pairs, over tournaments in which pairs meet in different company.
+
+    Args:
+        num_hosts: Number of hosts.
+        measure: Returns each host's time of each exchange, from the host that each host sends to.
+    """
+    exchanges = list(tournament(num_hosts))  # the first connects, and is not counted
+    for number in range(_ROUNDS):
+        names = list(range(num_hosts))
+        random.Random(number).shuffle(names)
+        for partner_Y in tournament(num_hosts):
+            exchanges.append([names[partner_Y[names.index(host)]] for host in range(num_hosts)])
+    total_YY = [[0.0] * num_hosts for _ in range(num_hosts)]
+    warmups = len(tournament(num_hosts))
+    for partner_Y, ms_Y in zip(exchanges[warmups:], measure(exchanges)[warmups:]):
         for host, other in enumerate(partner_Y):
-            times_YY[host][other].append(max(ms_Y[host], ms_Y[other]))
-    return [[median(times) if times else 0.0 for times in times_Y] for times_Y in times_YY]
+            total_YY[host][other] += max(ms_Y[host], ms_Y[other])
+    return [
+        [total / _ROUNDS * (host != other) for other, total in enumerate(total_Y)]
+        for host, total_Y in enumerate(total_YY)
+    ]
 
 
-def _shuffled(num_hosts: int, number: int) -> Iterator[list[int]]:
-    """Yields the rounds of a tournament of hosts that are renumbered at random."""
-    names = list(range(num_hosts))
-    random.Random(number).shuffle(names)
-    for partner_Y in tournament(num_hosts):
-        yield [names[partner_Y[names.index(host)]] for host in range(num_hosts)]
-
-
-class _Exchanges:
-    """Exchanges in which each host sends to one host, all at once.
+def _exchange_ms(
+    pg: dist.ProcessGroup, leaders_Y: list[int], num_bytes: int, exchanges: list[list[int]]
+) -> list[list[float]]:
+    """Returns each host's time of each exchange, in which every host sends to one. Collective.
 
     Args:
         pg: Process group with gloo.
         leaders_Y: First rank of each host.
         num_bytes: Bytes that a host sends.
+        exchanges: The host that each host sends to; itself = it does not take part.
     """
-
-    def __init__(self, pg: dist.ProcessGroup, leaders_Y: list[int], num_bytes: int) -> None:
-        self._pg = pg
-        self._leaders_Y = leaders_Y
-        self._sent = torch.zeros(num_bytes, dtype=torch.uint8)
-        self._received = torch.empty_like(self._sent)
-
-    @property
-    def num_hosts(self) -> int:
-        """Number of hosts."""
-        return len(self._leaders_Y)
-
-    def ms(self, exchanges: list[list[int]]) -> list[list[float]]:
-        """Returns each host's time of each exchange. Collective.
-
-        Args:
-            exchanges: The host that each host sends to; itself = it does not take part.
-        """
-        own = [self._own_ms(to_Y) for to_Y in exchanges]
-        by_rank: list[list[float]] = [[] for _ in range(self._pg.size())]
-        dist.all_gather_object(by_rank, own, group=self._pg)
-        return list(map(list, zip(*(by_rank[rank] for rank in self._leaders_Y))))
-
-    def _own_ms(self, to_Y: list[int]) -> float:
-        dist.barrier(group=self._pg)
+    rank, own_ms = pg.rank(), []
+    sent = torch.zeros(num_bytes, dtype=torch.uint8)
+    received = torch.empty_like(sent)
+    for to_Y in exchanges:
+        dist.barrier(group=pg)
         start_s = time.perf_counter()
-        rank = self._pg.rank()
-        if rank in self._leaders_Y and to_Y[host := self._leaders_Y.index(rank)] != host:
-            works = [
-                dist.irecv(self._received, self._leaders_Y[to_Y.index(host)], group=self._pg),
-                dist.isend(self._sent, self._leaders_Y[to_Y[host]], group=self._pg),
-            ]
-            for work in works:
-                assert work is not None  # of a rank outside the group
-                work.wait()
-        return (time.perf_counter() - start_s) * 1e3
+        if rank in leaders_Y and to_Y[host := leaders_Y.index(rank)] != host:
+            receiving = dist.irecv(received, leaders_Y[to_Y.index(host)], group=pg)
+            dist.send(sent, leaders_Y[to_Y[host]], group=pg)
+            assert receiving is not None  # of a rank outside the group
+            receiving.wait()
+        own_ms.append((time.perf_counter() - start_s) * 1e3)
+    by_rank: list[list[float]] = [[] for _ in range(pg.size())]
+    dist.all_gather_object(by_rank, own_ms, group=pg)
+    return list(map(list, zip(*(by_rank[rank] for rank in leaders_Y))))
