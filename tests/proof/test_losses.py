@@ -22,6 +22,13 @@ def _clicked(batch: Batch) -> Tensor:
     return (batch.labels > 0.5).long()
 
 
+def _looked_up(logits: Tensor, batch: Batch, shaped: Callable[[Tensor], Tensor]) -> Tensor:
+    """Adds ids of a feature, in a column."""
+    ids_N = batch.sparse_features["f"].values()
+    columns_N1 = shaped(ids_N).view(ids_N.shape[0], -1)
+    return logits.mean() + columns_N1.sum() / logits.shape[0]
+
+
 def _per_lookup(head: models.Head, logits: Tensor, batch: Batch) -> Tensor:
     """The sum over a feature's lookups of what its sample has, by the number of samples."""
     ids = batch.sparse_features["f"]
@@ -133,6 +140,12 @@ SHARED_REASONS: dict[str, dict[str, Loss]] = {
         "at least one": lambda head, out, batch: out.sum() / max(1, out.shape[0]),
         "threshold": lambda head, out, batch: out.mean() if out.shape[0] > 100 else 2 * out.mean(),
         "one sample": lambda head, out, batch: out.mean() if out.shape[0] == 1 else 2 * out.mean(),
+    },
+    "infers a size from lookups, which may be none": {
+        "another shape": lambda head, out, batch: _looked_up(out, batch, lambda ids_N: ids_N),
+        "the same shape": lambda head, out, batch: _looked_up(
+            out, batch, lambda ids_N: ids_N[:, None]
+        ),
     },
     "random numbers": {
         "noise": lambda head, out, batch: (out + torch.randn_like(out)).mean(),

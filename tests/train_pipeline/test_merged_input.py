@@ -197,6 +197,20 @@ class Clamped(Model):
         return self.ebc(_with_ids(features, ids))
 
 
+class Increment(nn.Module):
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        features.values().add_(1).remainder_(ROWS)
+        return _with_ids(features, features.values())
+
+
+class Incremented(Shifted):
+    """A layer writes into the batch, each time something else."""
+
+    def make(self) -> None:
+        super().make()
+        self.shift = Increment()
+
+
 class ByArray(Model):
     """State that no guard of a proof sees."""
 
@@ -317,6 +331,7 @@ PROGRAMS = {
     "module's counter": _refused(CountedShift, "changes an attribute"),
     "written buffer": _refused(Written, "gives what the forward changes"),
     "in place": _refused(InPlace, "writes in place"),
+    "batch written by a layer": _refused(Incremented, "writes in place"),
     "written by a layer": _stale(Clamped),
     "attribute changed between steps": _stale(Salted, before_step=_salt),
     "buffer written between steps": _stale(Buffered, before_step=_write),

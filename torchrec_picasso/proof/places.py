@@ -19,17 +19,17 @@ def view(call: Call) -> Value:
     value, tensor, (out,) = operand.value, operand.tensor, call.outputs
     if out.dtype != tensor.dtype and (value.counted or value.feature):
         raise UnprovedError("makes other numbers of places in the batch")
+    dims, sizes = call.sizes.batch_dims(out), call.args["size"]
+    if value.rows != SAMPLES and -1 in sizes and any(sizes[dim] != -1 for dim in dims):
+        raise UnprovedError("infers a size from lookups, which may be none")
     if tuple(map(str, out.shape)) == tuple(map(str, tensor.shape)):
         return value
     if value.kind is not Kind.ROWS:
         raise UnprovedError(f"gives {value.kind.value} another shape")
-    dims = call.sizes.batch_dims(out)
     times = call.sizes.times(out.shape[dims[0]], value.rows) if len(dims) == 1 else None
     if times is None:
         raise UnprovedError("splits the batch, or multiplies it: sizes other than the batch's meet")
     (dim,) = dims
-    if value.rows != SAMPLES and -1 in call.args["size"] and call.args["size"][dim] != -1:
-        raise UnprovedError("infers a size from lookups, which may be none")
     # entries before the batch: outer blocks times the dims in front; they must stay whole blocks
     before = prod(tensor.shape[: value.dim]) * value.outer
     outer, rest = divmod(before, prod(out.shape[:dim]) or 1)

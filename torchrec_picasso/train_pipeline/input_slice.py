@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torchrec.distributed.types import ShardedModule
 
 from torchrec_picasso._torchrec import PipelinedPostproc, Tracer, get_leaf_module_names
+from torchrec_picasso.errors import CompatError
 from torchrec_picasso.proof.comparison import COMMUNICATES
 from torchrec_picasso.proof.content import Kept, random_states
 from torchrec_picasso.proof.watch import current_line
@@ -83,8 +84,8 @@ class InputSlice:
             try:
                 with _Watch() as watch:
                     values[node] = run_node(node, batch, values, model)
-            except Exception as error:  # any error of the model's code
-                watch.reason = f"raises {type(error).__name__} ({error})"
+            except Exception as error:  # any error of the model's code, or the watch's
+                watch.reason = watch.reason or f"raises {type(error).__name__} ({error})"
             if random_states() != before:
                 watch.reason = "draws random numbers"
             if any(each.has_changed() for each in kept):
@@ -221,7 +222,8 @@ def _writes(node: Node) -> bool:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes the first operator that a slice must not have."""
+    """Notes the first operator that a slice must not have, and raises CompatError instead of running
+    it: the batch that it would write into is yet to be trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,6 +249,8 @@ class _Watch(TorchDispatchMode):
         elif any(isinstance(w, Tensor) and _memory(w) not in self._own for w in written):
             reason = "writes in place"
         self.reason = self.reason or reason
+        if self.reason is not None:  # the model may have caught the first error
+            raise CompatError(self.reason)
         result = func(*args, **kwargs)
         known = set(map(_memory, given))
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
