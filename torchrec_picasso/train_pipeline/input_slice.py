@@ -222,8 +222,8 @@ def _writes(node: Node) -> bool:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes the first operator that a slice must not have, and raises CompatError instead of running
-    it: the batch that it would write into is yet to be trained."""
+    """Notes the first operator that a slice must not have, and raises CompatError instead of
+    running it: the batch that it would write into is yet to be trained."""
 
     def __init__(self) -> None:
         super().__init__()
