@@ -69,12 +69,6 @@ def test_pairs_that_work_or_are_not_known_may_try(versions: Mapping[str, str]) -
     assert why_not_together(versions) is None
 
 
-def test_two_packages_that_both_fail_are_both_named() -> None:
-    versions = {"torch": "2.15.0", "fbgemm-gpu": "1.9.0", "fbgemm-gpu-cpu": "1.8.0"}
-    reason = why_not_together(versions)
-    assert reason.startswith("torch 2.15.0 and fbgemm-gpu 1.9.0 and fbgemm-gpu-cpu 1.8.0 cannot ")
-
-
 def test_the_installed_pair_is_found_quickly_and_passes() -> None:
     start_s = time.perf_counter()
     versions = installed_versions()

@@ -105,23 +105,6 @@ def test_equal_blocks_leave_no_rank_empty_that_could_have_a_row(rows: int, world
         assert filled == torchrecs
 
 
-@pytest.mark.parametrize("seen", [range(8), range(0), [0], [7], [3, 4]])
-def test_rows_that_nobody_requests_are_no_reason_for_an_empty_block(seen: object) -> None:
-    # all rows hot, and one row with all requests: the cuts that load alone would make coincide
-    rows_U = np.array(seen, dtype=np.int64)
-    for load in (0.0, 1e6):
-        of = RowLoads(
-            num_embeddings=8,
-            rows_U=rows_U,
-            load_U=np.full(rows_U.size, load),
-            gap_load_U1=np.zeros(rows_U.size + 1),
-            spread_load=0.0,
-        )
-        for world_size in range(1, 12):
-            for blocks in balance_homes([of, of], world_size).block_rows_TW:
-                assert may_stand(blocks)
-
-
 def test_equal_blocks_are_torchrecs() -> None:
     assert even_blocks(10, 4) == (3, 3, 3, 1)
     assert even_blocks(2, 4) == (1, 1, 0, 0)

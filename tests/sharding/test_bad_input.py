@@ -122,69 +122,40 @@ def test_a_bad_id_or_weight_is_named_on_all_ranks() -> None:
         assert f"rank 1 holds 1 {kind}" in told_0[name], name
 
 
-def _bad_lengths_beside_a_stock_table(rank: int, world_size: int) -> list[str]:
-    """Lengths of rank 1 that do not fit, for features that are put in another order.
-
-    By the plain loop, then by a pipeline, whose first batch they are.
-    """
-    job = dataclasses.replace(JOB, placement={"*": 2, "a": "table_wise"})
-    told = []
-    for change in (2, -20):
-        batch = make_batch(job, rank, 0)
-        if rank == 1:
-            given = batch.sparse_features
-            lengths = given.lengths().clone()
-            lengths[0] += change
-            lengths[1] -= min(change, 0)  # the second time the sum is right
-            batch.sparse_features = KeyedJaggedTensor(
-                keys=given.keys(), values=given.values(), lengths=lengths
-            )
-        model = build(job, rank, world_size)
-        told.append(refusal(picasso.InputError, model, batch))
-        train(model, job, rank, range(2))  # nobody is left waiting
-        settings = {"num_micro_batches": 2 if change > 0 else 1, "lookahead": False}
-        pipeline = pipeline_of(build(job, rank, world_size), **settings)
-        told.append(refusal(picasso.InputError, pipeline.progress, iter([batch])))
-    return told
-
-
-def test_lengths_are_looked_at_before_features_are_put_in_order() -> None:
-    told_0, told_1 = run_ranks(_bad_lengths_beside_a_stock_table, 2, timeout_s=60)
-    whose = "the KeyedJaggedTensor of features f0, f1, f2, f3 has "
-    assert all(told.startswith(f"{whose}lengths that sum to ") for told in told_1[:2])
-    assert all(told.startswith(f"{whose}a length of -") for told in told_1[2:])
-    assert all(told.startswith("rank 1 holds lengths that do not fit") for told in told_0)
-
-
 CHANGED_ON_THE_WAY = {
+    "a stock table beside": Feature("another order", hot_rows={"*": 2, "t_b": None}),
     "processors": Feature("processors", ("bags",), processors="all"),
     "own rows": Feature("own rows", change_batch=own_rows),
     "own rows, weighted": Feature("own rows", change_batch=own_rows, weighted=True),
 }
-"""Features that TorchRec or we wrap, pad or weight between the batch and the request."""
+"""Features that TorchRec or we reorder, wrap, pad or weight between the batch and the request."""
 
 
-def _bad_lengths_changed_on_the_way(rank: int, world_size: int) -> dict[str, str]:
+def _bad_lengths(rank: int, world_size: int) -> dict[Any, str]:
+    """A sum that does not fit on rank 1, and one that does, with a length below 0."""
     told = {}
     for name, feature in CHANGED_ON_THE_WAY.items():
         for kind, change, num_micro_batches in product(feature.kinds, (2, -20), (0, 1)):
             batch = batch_of(feature, rank, 0, is_ours=True)
             if rank == 1:
-                batch.sparse_features.lengths()[0] += change
+                lengths = batch.sparse_features.lengths()
+                lengths[0] += change
+                lengths[1] -= min(change, 0)
             model = build_cell(feature, kind, is_ours=True)
             pipeline: Any = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
             if num_micro_batches:
                 pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
-            told[f"{name}, {kind}, {change}, {num_micro_batches}"] = refusal(
-                picasso.InputError, pipeline.progress, iter([batch])
-            )
+            case = name, kind, num_micro_batches, change
+            told[case] = refusal(picasso.InputError, pipeline.progress, iter([batch]))
     return told
 
 
 def test_lengths_are_looked_at_before_anybody_changes_features() -> None:
-    told_0, told_1 = run_ranks(_bad_lengths_changed_on_the_way, 2, timeout_s=60)
-    assert len(told_1) == 4 * 5
-    assert all("features f, g, h has lengths that sum to " in told for told in told_1.values())
+    told_0, told_1 = run_ranks(_bad_lengths, 2, timeout_s=60)
+    assert len(told_1) == 4 * 7
+    for (*case, change), told in told_1.items():
+        why = "lengths that sum to " if change > 0 else "a length of -"
+        assert f"features f, g, h has {why}" in told, case
     assert all(told.startswith("rank 1 holds lengths that do not") for told in told_0.values())
 
 

@@ -85,34 +85,27 @@ class _ProcessedLast(Two):
 
 
 MEAN_AND_SUM = (TABLES[0], dataclasses.replace(TABLES[1], mean=True), TABLES[2])
-CASES: Mapping[str, tuple[Feature, str, tuple[int | None, ...]]] = {
-    "bags": (Feature("", tables=MEAN_AND_SUM, **OWN_ROWS), "bags", (1, None)),
-    "no_lookahead": (Feature("", settings={"lookahead": False}, **OWN_ROWS), "bags", (1,)),
-    "sequences": (Feature("", need_indices=True, **OWN_ROWS), "sequences", (1, None)),
-    "both": (Feature("", model=_Both, **OWN_ROWS), "bags", (1,)),
-    "bags_travel": (Feature("", tables=MEAN_AND_SUM, hot_rows=BAGS, **OWN_ROWS), "bags", (1, None)),
-    "weighted_bags_travel": (Feature("", weighted=True, hot_rows=BAGS, **OWN_ROWS), "bags", (1,)),
+CASES: Mapping[str, tuple[Feature, tuple[int | None, ...]]] = {
+    "bags": (Feature("", tables=MEAN_AND_SUM, **OWN_ROWS), (1, None)),
+    "no_lookahead": (Feature("", settings={"lookahead": False}, **OWN_ROWS), (1,)),
+    "sequences": (Feature("", ("sequences",), need_indices=True, **OWN_ROWS), (1, None)),
+    "both": (Feature("", model=_Both, **OWN_ROWS), (1,)),
+    "bags_travel": (Feature("", tables=MEAN_AND_SUM, hot_rows=BAGS, **OWN_ROWS), (1, None)),
+    "weighted_bags_travel": (Feature("", weighted=True, hot_rows=BAGS, **OWN_ROWS), (1,)),
     "rows_beside_bags": (
         Feature("", tables=MEAN_AND_SUM, hot_rows={**BAGS, "t_b": 2}, **OWN_ROWS),
-        "bags",
         (1,),
     ),
     "sequences_beside_bags": (
         Feature("", model=_Both, hot_rows={**BAGS, "t_a": 2}, **OWN_ROWS),
-        "bags",
         (1,),
     ),
-    "four_bags": (
-        Feature("", model=_OverRows, hot_rows=BAGS, change_batch=_four_rows),
-        "bags",
-        (1,),
-    ),
-    "four_rows": (Feature("", model=_OverRows, change_batch=_four_rows), "bags", (1,)),
-    "processors": (Feature("", processors="by_feature"), "bags", (1, 4, None)),
-    "processors_for_all": (Feature("", processors="together"), "bags", (2,)),
+    "four_bags": (Feature("", model=_OverRows, hot_rows=BAGS, change_batch=_four_rows), (1,)),
+    "four_rows": (Feature("", model=_OverRows, change_batch=_four_rows), (1,)),
+    "processors": (Feature("", processors="by_feature"), (1, 4, None)),
+    "processors_for_all": (Feature("", processors="together"), (2,)),
     "beside_weighted": (
         Feature("", processors="together", weighted=True, model=ProcessedFirst),
-        "bags",
         (2,),
     ),
     "after_weighted_bags_travel": (
@@ -123,7 +116,6 @@ CASES: Mapping[str, tuple[Feature, str, tuple[int | None, ...]]] = {
             model=_ProcessedLast,
             hot_rows={"t_a": "bags", "*": 2},
         ),
-        "bags",
         (1, 4, None),
     ),
 }
@@ -143,7 +135,8 @@ AROUND_OURS = dataclasses.replace(
 
 def _run(rank: int, world_size: int) -> dict[tuple[str, Any], Outcome]:
     found: dict[tuple[str, Any], Outcome] = {}
-    for name, (feature, kind, numbers) in CASES.items():
+    for name, (feature, numbers) in CASES.items():
+        kind = feature.kinds[0]
         found[name, 0] = run_cell(feature, kind, rank, False, 0)
         for number in numbers:
             found[name, number] = run_cell(feature, kind, rank, True, number)
@@ -157,7 +150,7 @@ def _run(rank: int, world_size: int) -> dict[tuple[str, Any], Outcome]:
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        *((name, number) for name, (*_, numbers) in CASES.items() for number in numbers),
+        *((name, number) for name, (_, numbers) in CASES.items() for number in numbers),
         ("processors_for_all", "around ours"),
     ],
 )
@@ -218,7 +211,7 @@ def test_modules_with_rows_of_their_own_share_an_exchange() -> None:
 
 @pytest.mark.parametrize("name", ["beside_weighted", "after_weighted_bags_travel"])
 def test_processed_tables_share_the_exchange_of_weighted_ones(name: str) -> None:
-    number = CASES[name][2][0]
+    number = CASES[name][1][0]
     summary = run_once(_run, 2)[0][name, number].summary
     assert "tables: interleaved in one exchange with more_tables" in summary
 

@@ -4,8 +4,8 @@ A rank asks for the distinct cold rows of its batch that are at home elsewhere: 
 in, one gradient out, however often lookups, features, tables' features and micro-batches repeat
 it, and whether it is fetched clean or dirty. Hot rows cost one sum over the rows that any rank
 touches. The expected numbers come from the batches by plain numpy, never from the package; the
-messages are read off PyTorch's dispatcher. All of it is exact. Clean are rows that no
-rank used in the step before.
+messages are read off PyTorch's dispatcher. All of it is exact. That rows which no rank used in the
+step before are clean is a line of ``tests/test_worked_example.py``.
 
 And what tables whose bags travel send.
 """
@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchrec import KeyedJaggedTensor
-from torchrec.datasets.utils import Batch
 
 from tests.sharding.jobs import Job, Table, build, make_batch
 from tests.support.shared_run import run_once
@@ -29,11 +27,8 @@ from tests.train_pipeline.runs import (
     Driver,
     batches_of,
     make_driver,
-    pipeline_of,
     run_to_the_end,
 )
-from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.ops.row_order import CLEAN
 
 TABLES = (
     Table("a", 8, 90, ("f0", "f1")),
@@ -175,51 +170,6 @@ def test_the_batches_repeat_rows(world_size: int) -> None:
         expected = _expected(job, world_size, range(NUM_WARM, NUM_WARM + NUM_STEPS))
         assert expected.lookups_W.sum() > 3 * expected.ids_W.sum() > 0, name
         assert (expected.hot_elements > 0) == (job.placement["*"] != 0), name
-
-
-JOB = Job(placement={"*": 0}, tables=(Table("a", 8, 1000, ("f0",)),))
-IDS_OF_STEPS = (  # by step, by rank; homes are 0..499 and 500..999
-    ((1, 2, 600), (3, 601)),
-    ((1, 4, 5, 601, 700), (2, 3, 800)),
-    ((4, 800, 6, 7), (900, 8)),
-    ((9, 901), (4, 800)),
-)
-
-
-def _batch(ids: tuple[int, ...]) -> Batch:
-    return Batch(
-        dense_features=torch.zeros(len(ids), 1),
-        sparse_features=KeyedJaggedTensor(
-            keys=["f0"], values=torch.tensor(ids), lengths=torch.ones(len(ids), dtype=torch.int32)
-        ),
-        labels=torch.ones(len(ids)),
-    )
-
-
-def _clean_rows(rank: int, world_size: int, lookahead: bool) -> list[list[int]]:
-    """By step after the first, the clean rows of each home that this rank's batch has."""
-    model = build(JOB, rank, world_size)
-    pipeline = pipeline_of(model, num_micro_batches=2, lookahead=lookahead)
-    batches = iter([_batch(ids[rank]) for ids in IDS_OF_STEPS])
-    found = []
-    for _ in IDS_OF_STEPS[1:]:
-        pipeline.progress(batches)
-        (group,) = pipeline._queue.first.groups
-        order = group.rows.layout.packs[0].wanted_by_fetch
-        found.append(order.counts_EW[CLEAN])
-    return found
-
-
-def _both(rank: int, world_size: int) -> list[list[list[int]]]:
-    return [_clean_rows(rank, world_size, lookahead) for lookahead in (True, False)]
-
-
-def test_clean_rows_are_those_that_no_rank_used_in_the_step_before() -> None:
-    for rank, (found, without) in enumerate(run_ranks(_both, 2, timeout_s=100)):
-        for before, now, counts in zip(IDS_OF_STEPS, IDS_OF_STEPS[1:], found):
-            clean = set(now[rank]) - set(before[0]) - set(before[1])
-            assert counts == [sum(row < 500 for row in clean), sum(row >= 500 for row in clean)]
-        assert without == [[0, 0]] * 3, "without lookahead no row is clean"
 
 
 BAG_TABLES = (Table("a", 8, 60, ("f0",)), Table("b", 16, 40, ("f1", "f2"), mean=True))
