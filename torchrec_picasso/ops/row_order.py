@@ -312,10 +312,15 @@ class ExchangeSplits:
     counts_EW: list[list[int]]
     """Number of rows, on the host."""
 
+    @property
+    def sizes(self) -> list[int]:
+        """Number of rows of each exchange."""
+        return list(map(sum, self.counts_EW))
+
     @cached_property
     def edges(self) -> list[int]:
         """First row of each exchange, and the number of rows."""
-        return [0, *accumulate(map(sum, self.counts_EW))]
+        return [0, *accumulate(self.sizes)]
 
     @property
     def num_rows(self) -> int:

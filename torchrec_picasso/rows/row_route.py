@@ -425,15 +425,9 @@ def by_chunk(
     received_by_P: Sequence[ExchangeSplits],
 ) -> list[Payload]:
     """Splits the vectors of packs into their chunks, a payload each."""
-    return [
-        Payload(
-            sent[sent_by.slice_of(chunk)],
-            sent_by.counts_EW[chunk],
-            received[received_by.slice_of(chunk)],
-            received_by.counts_EW[chunk],
-        )
-        for sent, sent_by, received, received_by in zip(
-            sent_P, sent_by_P, received_P, received_by_P
-        )
-        for chunk in range(len(sent_by.counts_EW))
-    ]
+    payloads: list[Payload] = []
+    for sent, sent_by, received, received_by in zip(sent_P, sent_by_P, received_P, received_by_P):
+        sent_K, received_K = sent.split(sent_by.sizes), received.split(received_by.sizes)
+        chunks = zip(sent_K, sent_by.counts_EW, received_K, received_by.counts_EW)
+        payloads += [Payload(*chunk) for chunk in chunks]
+    return payloads
