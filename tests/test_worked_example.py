@@ -190,14 +190,13 @@ def _of_layouts(packs: Sequence[PackLayout], fetched: Sequence[Tensor]) -> Lines
 
     def fetch_order(rank: int) -> str:
         pack, ids = packs[rank], fetched[rank]
-        cold = _cut(ids[pack.cold_slice], map(pack.wanted_by_fetch.slice_of, exchanges))
+        cold = _cut(ids, (pack.in_matrix(pack.wanted_by_fetch.slice_of(e)) for e in exchanges))
         return _join(ids[pack.hot_slice], *cold)
 
     def from_the_other(rank: int) -> str:
-        pack, cold = packs[rank], fetched[rank][packs[rank].cold_slice]
-        received = []
+        pack, ids, received = packs[rank], fetched[rank], []
         for exchange, counts_W in enumerate(pack.wanted_by_fetch.counts_EW):
-            by_rank = cold[pack.wanted_by_fetch.slice_of(exchange)].split(counts_W)
+            by_rank = ids[pack.in_matrix(pack.wanted_by_fetch.slice_of(exchange))].split(counts_W)
             received.append(by_rank[1 - rank])
         return _join(*received)
 

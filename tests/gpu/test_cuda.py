@@ -28,7 +28,7 @@ from torchrec_picasso._torchrec import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable
-from torchrec_picasso.ops.row_order import RowPlaces, locate_rows, unique_rows
+from torchrec_picasso.ops.row_order import RowRanges, locate_rows, unique_rows
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, gradient_of_rows, pool_rows
 
 pytestmark = [
@@ -55,7 +55,7 @@ def test_partition_is_the_same_as_on_cpu() -> None:
         space, hot = IdSpace.build(TABLES, device), HotSlots.build(TABLES, device)
         linear_N, num_outside = space.linearize(rows_N.to(device), end_F.to(device))
         assert num_outside == 0
-        located = locate_rows(unique_rows(linear_N).ids_U, RowPlaces.build(space, hot))
+        located = locate_rows(unique_rows(linear_N).ids_U, RowRanges.build(space, hot))
         parts.append(
             (located.storage_row_U.cpu(), located.counts_PQ.cpu(), located.used_bits_X.cpu())
         )

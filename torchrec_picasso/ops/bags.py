@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -266,8 +266,10 @@ def cut_pooling(
         by_matrix=(_edges(cut.bags_by_micro_batch), _edges(lookups_MK)),
         by_micro_batch=(_edges(lookups_KM), _edges(groups_KM)),
     )
-    matrices = range(len(num_rows_M))
-    return [_shifted([whole.part(k, m) for m in matrices]) for k in range(len(groups_KM))]
+    num_matrices = len(num_rows_M)
+    parts = [whole.part(k, m) for k in range(len(groups_KM)) for m in range(num_matrices)]
+    shifted = iter(_shifted(parts))
+    return [list(islice(shifted, num_matrices)) for _ in groups_KM]
 
 
 @dataclass(frozen=True)
@@ -299,12 +301,29 @@ class _WholePooling:
     """First lookup grouped by row, and first group, by micro-batch and matrix."""
 
     @cached_property
-    def bag_by_row(self) -> Tensor:
-        """The bag of each lookup, lookups grouped by row; of matrices that are pooled."""
-        offsets_S1, lookups_N = self.bags.offsets_S1, self.grouped.lookups_N
-        if offsets_S1.device.type != "cpu":
-            return torch.searchsorted(offsets_S1[1:], lookups_N, right=True)
-        return bag_of_lookup(offsets_S1, lookups_N.numel()).index_select(0, lookups_N)
+    def rows_and_sources(self) -> list[tuple[Any, ...]]:
+        """The fetched row of each lookup, and its source, by matrix and micro-batch."""
+        _, edges = self.by_matrix
+        return list(zip(_cut(self.fetch_position_N, edges), _cut(self.bags.source_N, edges)))
+
+    @cached_property
+    def lookups_and_bags(self) -> list[tuple[Any, ...]]:
+        """Lookups grouped by row, and their bags, by micro-batch and matrix; no bags where no
+        matrix is pooled."""
+        edges, _ = self.by_micro_batch
+        offsets_S1, lookups_N, bag_N = self.bags.offsets_S1, self.grouped.lookups_N, None
+        if not all(self.cut.is_sequence_M):
+            if offsets_S1.device.type == "cpu":
+                bag_N = bag_of_lookup(offsets_S1, lookups_N.numel()).index_select(0, lookups_N)
+            else:
+                bag_N = torch.searchsorted(offsets_S1[1:], lookups_N, right=True)
+        return list(zip(_cut(lookups_N, edges), _cut(bag_N, edges)))
+
+    @cached_property
+    def positions(self) -> Sequence[Any]:
+        """The position of the gradient of each group, by micro-batch and matrix."""
+        _, edges = self.by_micro_batch
+        return _cut(self.grouped.gradient_position_G, edges)
 
     def part(self, k: int, matrix: int) -> tuple[dict[str, int], PoolingIndex]:
         """Cuts out the pooling of one micro-batch and matrix, with the start of each tensor.
@@ -312,32 +331,33 @@ class _WholePooling:
         Numbers in the tensors count from the start of the batch; :func:`_shifted` makes them count
         from the start of the matrix (rows) or of the micro-batch (lookups, bags).
         """
-        place = matrix * self.cut.num_micro_batches + k
-        bags, lookups = (slice(*edges[place : place + 2]) for edges in self.by_matrix)
-        place = k * (len(self.row_edges) - 1) + matrix
-        by_row, groups = (slice(*edges[place : place + 2]) for edges in self.by_micro_batch)
-        first_row = self.row_edges[matrix]
-        is_sequence = self.cut.is_sequence_M[matrix]
-        grouped, source_N = self.grouped, self.bags.source_N
-        position_G = grouped.gradient_position_G
+        place_MK = matrix * self.cut.num_micro_batches + k
+        bag_edges, lookup_edges = self.by_matrix
+        place_KM = k * (len(self.row_edges) - 1) + matrix
+        by_row_edges, group_edges = self.by_micro_batch
+        row_of_lookup_N, source_N = self.rows_and_sources[place_MK]
+        lookups_by_row_N, bags_by_row_N = self.lookups_and_bags[place_KM]
+        first_row, is_sequence = self.row_edges[matrix], self.cut.is_sequence_M[matrix]
         starts = {
             "row_of_lookup_N": first_row,
-            "bag_offsets_S1": lookups.start,
-            "bags_by_row_N": bags.start,
-            "lookups_by_row_N": lookups.start,
-            "row_offsets_U1": by_row.start,
+            "bag_offsets_S1": lookup_edges[place_MK],
+            "bags_by_row_N": bag_edges[place_MK],
+            "lookups_by_row_N": lookup_edges[place_MK],
+            "row_offsets_U1": by_row_edges[place_KM],
             "gradient_position_U": first_row,
         }
-        offsets_S1 = self.bags.offsets_S1[bags.start : bags.stop + 1]
+        # Offsets have one entry more than bags, or groups.
+        bags = slice(bag_edges[place_MK], bag_edges[place_MK + 1] + 1)
+        groups = slice(group_edges[place_KM], group_edges[place_KM + 1] + 1)
         return starts, PoolingIndex(
-            row_of_lookup_N=self.fetch_position_N[lookups],
-            bag_offsets_S1=None if is_sequence else offsets_S1,
-            bags_by_row_N=None if is_sequence else self.bag_by_row[by_row],
-            lookups_by_row_N=grouped.lookups_N[by_row],
-            row_offsets_U1=grouped.offsets_G1[groups.start : groups.stop + 1],
+            row_of_lookup_N=row_of_lookup_N,
+            bag_offsets_S1=None if is_sequence else self.bags.offsets_S1[bags],
+            bags_by_row_N=None if is_sequence else bags_by_row_N,
+            lookups_by_row_N=lookups_by_row_N,
+            row_offsets_U1=self.grouped.offsets_G1[groups],
             mean_S=self.cut.mean_MK[matrix][k],
-            gradient_position_U=None if position_G is None else position_G[groups],
-            source_N=None if source_N is None else source_N[lookups],
+            gradient_position_U=self.positions[place_KM],
+            source_N=source_N,
             most_lookups=self.most_lookups,
         )
 
@@ -379,6 +399,12 @@ def _group_by_micro_batch(
 def _edges(counts: Counts) -> list[int]:
     """Returns the start of each counted range in a concatenation, and the end of the last range."""
     return [0, *accumulate(count for row in counts for count in row)]
+
+
+def _cut(numbers: Tensor | None, edges: Sequence[int]) -> Sequence[Any]:
+    """Cuts numbers into consecutive ranges, all in one operator; ``None`` into ``None`` each."""
+    sizes = [end - start for start, end in pairwise(edges)]
+    return [None] * len(sizes) if numbers is None else numbers.split(sizes)
 
 
 def _shifted(parts: Sequence[tuple[dict[str, int], PoolingIndex]]) -> list[PoolingIndex]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.ops.bags import Bags, bag_order, reorder_bags, segment_edges
-from torchrec_picasso.ops.ids import IdSpace
+from torchrec_picasso.ops.ids import IdSpace, counting
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import UniqueRows, unique_rows
 from torchrec_picasso.ops.streams import kept_by_stream
@@ -96,7 +96,7 @@ class IdReader:
         linear_N, outside_ids = self.space.linearize(features.values(), edges_F1[1:])
         source_N = None
         if is_weighted and self.plan.has_pooling:
-            source_N = torch.arange(linear_N.numel(), device=linear_N.device)
+            source_N = counting(linear_N.device, linear_N.numel())
         sizes = self._sizes(sizes_K)
         order_S = self._bag_order(linear_N.device, sizes)
         if order_S is None:

@@ -26,8 +26,8 @@ requesting rank and the home rank compute the same order, because both have the 
 same dirty mask.
 
 Shape letters: E exchanges (in request order as many as chunks, in fetch order one more), H hot
-rows, K micro-batches and chunks, N lookups, P packs, Q segments of a pack, U unique rows, W ranks;
-n rows.
+rows, K micro-batches and chunks, N lookups, P packs, Q segments of a pack, R ranges of ids, U
+unique rows, W ranks; n rows.
 
 Source: PICASSO (arXiv 2204.04903), Unique&Partition.
 """
@@ -187,12 +187,12 @@ CLEAN, FIRST_DIRTY = 0, 1
 
 
 @dataclass(frozen=True)
-class RowPlaces:
-    """The place of every linear id: a replica, or a row of a home rank. Built by :meth:`build`.
+class RowRanges:
+    """Where the row of every linear id is stored: replica or home row. Built by :meth:`build`.
 
-    A hot row, and the cold rows of a block between two hot rows, are a *range* of linear ids whose
-    place has one offset, so one search among R ranges (at most T W + 2 H) finds it. A range takes
-    18 bytes, and one for each further chunk.
+    A hot row, and the cold rows of a block between two hot rows, are a *range* of linear ids with
+    one offset to where they are stored, so one search among R ranges, at most T W + 2 H, finds it.
+    A range takes 18 bytes, and one for each further chunk.
     """
 
     world_size: int
@@ -209,12 +209,12 @@ class RowPlaces:
     """Segment of request order with one chunk, small integers."""
 
     @staticmethod
-    def build(space: IdSpace, hot: HotSlots) -> RowPlaces:
+    def build(space: IdSpace, hot: HotSlots) -> RowRanges:
         """Splits the linear ids into ranges; syncs the host on CUDA."""
         end_R = torch.cat([space.block_end_TW, hot.ids_H, hot.ids_H + 1]).unique()
         # The first range is empty where it ends at 0.
         start_R = torch.cat([end_R.new_zeros(1), end_R[:-1]])
-        block_R, place_R = space.find_blocks(start_R)
+        block_R, stored_R = space.find_blocks(start_R)
         # Each pack has 1 + K W segments: the replicas, then the home ranks of chunk 0, of chunk 1,
         # ... So segment = pack * (1 + K W) + 1 + chunk * W + home rank, and pack * (1 + K W) alone
         # for a hot row.
@@ -224,14 +224,14 @@ class RowPlaces:
         flag_R = torch.full_like(start_R, flags_of(hot.num_rows))
         if hot.num_rows:
             slot_R, is_hot_R = hot.find(start_R)
-            place_R, flag_R = (torch.where(is_hot_R, slot_R, cold) for cold in (place_R, flag_R))
+            stored_R, flag_R = (torch.where(is_hot_R, slot_R, cold) for cold in (stored_R, flag_R))
             segment_R = torch.where(is_hot_R, replicas_R, segment_R)
-        return RowPlaces(
+        return RowRanges(
             world_size=space.world_size,
             num_packs=space.num_packs,
             num_hot_rows=hot.num_rows,
             end_R=end_R.to(space.id_dtype),
-            shift_R=(place_R - start_R).to(space.id_dtype),
+            shift_R=(stored_R - start_R).to(space.id_dtype),
             flag_R=flag_R,
             segment_R=small_keys(segment_R, space.num_packs * per_pack),
         )
@@ -280,26 +280,26 @@ def first_use_chunks(rows: UniqueRows, micro_batch_N: Tensor, num_micro_batches:
 
 
 def locate_rows(
-    ids_U: Tensor, places: RowPlaces, chunk_U: Tensor | None = None, num_chunks: int = 1
+    ids_U: Tensor, ranges: RowRanges, chunk_U: Tensor | None = None, num_chunks: int = 1
 ) -> LocatedRows:
     """Puts distinct rows, ascending, in request order; without ``chunk_U`` all are in chunk 0. O(U
     log(T W + H)) time, no host sync."""
-    range_U = torch.searchsorted(places.end_R, ids_U, right=True)
-    storage_row_U = places.shift_R.index_select(0, range_U).add_(ids_U)
+    range_U = torch.searchsorted(ranges.end_R, ids_U, right=True)
+    storage_row_U = ranges.shift_R.index_select(0, range_U).add_(ids_U)
     # One flag more than words have bits: all cold rows write to it.
-    num_flags = flags_of(places.num_hot_rows)
+    num_flags = flags_of(ranges.num_hot_rows)
     is_used = torch.zeros(num_flags + 1, dtype=torch.uint8, device=ids_U.device)
     if num_flags:
-        is_used.index_fill_(0, places.flag_R.index_select(0, range_U), 1)
+        is_used.index_fill_(0, ranges.flag_R.index_select(0, range_U), 1)
     entry_U = range_U if chunk_U is None else torch.add(chunk_U, range_U, alpha=num_chunks)
-    segment_U = places.segments(ids_U.device, num_chunks).index_select(0, entry_U)
+    segment_U = ranges.segments(ids_U.device, num_chunks).index_select(0, entry_U)
     # Rows ascend within a segment because tables of one pack are side by side and ascend at each
     # home rank; the sort by segment must therefore be stable.
-    per_pack = 1 + num_chunks * places.world_size
-    order_U, counts = sort_by_segment(segment_U, places.num_packs * per_pack)
+    per_pack = 1 + num_chunks * ranges.world_size
+    order_U, counts = sort_by_segment(segment_U, ranges.num_packs * per_pack)
     return LocatedRows(
         storage_row_U=storage_row_U.index_select(0, order_U),
-        counts_PQ=counts.view(places.num_packs, per_pack),
+        counts_PQ=counts.view(ranges.num_packs, per_pack),
         order_U=order_U,
         used_bits_X=bits_to_words(is_used[:num_flags]),
     )
@@ -312,10 +312,15 @@ class ExchangeSplits:
     counts_EW: list[list[int]]
     """Number of rows, on the host."""
 
+    @property
+    def sizes(self) -> list[int]:
+        """Number of rows of each exchange."""
+        return list(map(sum, self.counts_EW))
+
     @cached_property
     def edges(self) -> list[int]:
         """First row of each exchange, and the number of rows."""
-        return [0, *accumulate(map(sum, self.counts_EW))]
+        return [0, *accumulate(self.sizes)]
 
     @property
     def num_rows(self) -> int:

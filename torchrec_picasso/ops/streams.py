@@ -28,7 +28,7 @@ def keep_for_current_stream(tensor: _Optional) -> _Optional:
     return tensor
 
 
-def kept_by_stream(make: Callable[..., _Kept], maxsize: int | None = 4) -> Callable[..., _Kept]:
+def kept_by_stream(make: Callable[..., _Kept], maxsize: int | None = 16) -> Callable[..., _Kept]:
     """Keeps the last results of a function of a device and hashable arguments, for constants that
     steps need again. Each stream that asks has its own, so none reads what another one writes."""
     kept = lru_cache(maxsize)(lambda stream, device, *given: make(device, *given))

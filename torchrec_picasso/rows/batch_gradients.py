@@ -65,7 +65,7 @@ class BatchGradients:
         payloads: list[Payload] = []
         relayed: list[Callable[[], Payload]] = []
         for p, pack, grads_mD in zip(self._group.plan.packs_of(wave), packs, grads_P):
-            sums = self._sums_of(pack.matrix)[pack.cold_slice][pack.wanted.slice_of(chunk)]
+            sums = self._sums_of(pack.matrix)[pack.in_matrix(pack.wanted.slice_of(chunk))]
             into, served_W = grads_mD[pack.served.slice_of(chunk)], pack.served.counts_EW[chunk]
             if pack.relay is not None:
                 passing, asked = self._relayed_P.tensors[p], pack.relay.asked

@@ -84,7 +84,7 @@ class BatchRows:
                 pack = self.layout.packs[p]
                 served, wanted = pack.requests.served_by_fetch, pack.wanted_by_fetch
                 rows = pack.requests.read(self.group.storages[p], exchange)
-                into = matrices_M[pack.matrix][pack.cold_slice][wanted.slice_of(exchange)]
+                into = matrices_M[pack.matrix][pack.in_matrix(wanted.slice_of(exchange))]
                 served_W, wanted_W = served.counts_EW[exchange], wanted.counts_EW[exchange]
                 if pack.relay is not None:
                     passing, order = self._relayed_P.tensors[p], pack.relay.wanted_by_fetch

@@ -295,11 +295,10 @@ class PackLayout:
         """Position in the matrix of the hot rows that this rank uses, and of their gradients."""
         return slice(self.start, self.start + self.used.slots_h.numel())
 
-    @property
-    def cold_slice(self) -> slice:
-        """Position in the matrix of the cold rows that this rank uses."""
+    def in_matrix(self, cold: slice) -> slice:
+        """Returns the position in the matrix of some of the cold rows that this rank uses."""
         start = self.hot_slice.stop
-        return slice(start, start + self.wanted.num_rows)
+        return slice(start + cold.start, start + cold.stop)
 
 
 RouteLayout = tuple[list[PackLayout], list[list[Pooling]]]

@@ -34,7 +34,7 @@ from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
     LocatedRows,
-    RowPlaces,
+    RowRanges,
     fetch_positions,
     find_fetch_orders,
     first_use_chunks,
@@ -71,7 +71,7 @@ class RowRoute(Route):
         # Waves of the placement, and a matrix for neighbouring packs of one dim.
         self.plan = PackPlan.build(self.tables, self.device)
         self._reader = IdReader(self.space, self.plan)
-        self.places = RowPlaces.build(self._request_space(), self.hot)
+        self.row_ranges = RowRanges.build(self._request_space(), self.hot)
         rank = self.ranks.rank
         *self.first_rows_P, self._num_home_rows = accumulate(
             (rows_W[rank] for rows_W in self.space.home_rows_PW), initial=0
@@ -84,13 +84,13 @@ class RowRoute(Route):
         return self.space
 
     def change_hot_rows(self, hot_rows_T: Sequence[Tensor], epoch: int | None = None) -> None:
-        """Sets the hot rows, as :meth:`.Route.change_hot_rows`, and the places of all rows."""
+        """Sets the hot rows, as :meth:`.Route.change_hot_rows`, and where rows are stored."""
         super().change_hot_rows(hot_rows_T, epoch)
-        self.places = RowPlaces.build(self._request_space(), self.hot)
+        self.row_ranges = RowRanges.build(self._request_space(), self.hot)
 
     def tensors_of_hot_set(self) -> Iterator[Tensor]:
-        """Yields the tensors of the places of rows."""
-        yield from tensors_in(self.places)
+        """Yields the tensors by which requests find where a row is stored."""
+        yield from tensors_in(self.row_ranges)
 
     def mark_among(self, rows_n: Tensor, others_m: Tensor, out_n: Tensor) -> None:
         """Marks with 1, else 0, which home rows are among others, int64, both counted over all
@@ -125,7 +125,7 @@ class RowRoute(Route):
         if cut.num_micro_batches > 1:
             micro_batch_N = micro_batch_of_lookup(edges_J1, cut.micro_batch_by_segment, num_lookups)
             chunk_U = first_use_chunks(rows, micro_batch_N, cut.num_micro_batches)
-        located = locate_rows(rows.ids_U, self.places, chunk_U, cut.num_micro_batches)
+        located = locate_rows(rows.ids_U, self.row_ranges, chunk_U, cut.num_micro_batches)
         # for rank w: P K counts, from (P K, W) transposed
         counts_WX = self.by_rank(located.counts_PQ[:, 1:].reshape(-1, self.space.world_size).t())
         # Numbers that the host needs come with the header, which it waits for in any case.
@@ -426,15 +426,9 @@ def by_chunk(
     received_by_P: Sequence[ExchangeSplits],
 ) -> list[Payload]:
     """Splits the vectors of packs into their chunks, a payload each."""
-    return [
-        Payload(
-            sent[sent_by.slice_of(chunk)],
-            sent_by.counts_EW[chunk],
-            received[received_by.slice_of(chunk)],
-            received_by.counts_EW[chunk],
-        )
-        for sent, sent_by, received, received_by in zip(
-            sent_P, sent_by_P, received_P, received_by_P
-        )
-        for chunk in range(len(sent_by.counts_EW))
-    ]
+    payloads: list[Payload] = []
+    for sent, sent_by, received, received_by in zip(sent_P, sent_by_P, received_P, received_by_P):
+        sent_K, received_K = sent.split(sent_by.sizes), received.split(received_by.sizes)
+        chunks = zip(sent_K, sent_by.counts_EW, received_K, received_by.counts_EW)
+        payloads += [Payload(*chunk) for chunk in chunks]
+    return payloads
