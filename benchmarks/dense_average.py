@@ -89,7 +89,7 @@ def main() -> int:
     parser.add_argument("--steps", type=at_least(LAST), default=290)
     parser.add_argument("-o", "--output", type=Path, default=Path("dense_average.json"))
     args = parser.parse_args()
-    check_outputs(args.output)
+    check_outputs(args, "output")
     results = {}
     for optimizer in RATES:
         for every in (1, 4, 16):

@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path, default=_FILES, help="default: kept ones")
     parser.add_argument("-o", "--out", required=True, metavar="FILE", help="picture, .svg")
     args = parser.parse_args(argv)
+    for path in args.files:
+        if not path.is_file():
+            parser.error(f"there is no file {path}")
     kept = [json.loads(path.read_text()) for path in args.files]
     clusters_of = {Path(each["question"]["config"]).stem: each["clusters"] for each in kept}
     with matplotlib.rc_context(_SAME_EACH_TIME):

@@ -215,3 +215,14 @@ def test_drawn_rows_follow_the_counts() -> None:
     # more than were seen, spread over the table
     assert 500 < np.unique(rows).size < 1000
     assert 900 < rows.max() < 1000
+    # rare rows are near those seen once: all in the first 5,000
+    few = TableCounts(
+        num_embeddings=1_000_000,
+        feature_names=("f",),
+        rows_U=torch.arange(0, 5000, 5),
+        counts_U=torch.tensor([1, 2]).repeat(500),
+    )
+    stats = FrequencyStats(tables={"t": few}, num_samples=1500)
+    ((rows, _),) = from_counts(stats, [table], 5000, seed=0)(rank=0, step=0)
+    assert (rows < 5000).mean() > 0.99
+    assert 1150 < np.unique(rows).size <= 1250  # 1,000 seen ones, and 250 by Chao's bound

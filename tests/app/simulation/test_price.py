@@ -89,3 +89,4 @@ def test_uniform_ids_have_the_planners_price(num_places: int) -> None:
         sent = {key: found[name].sent_bytes.get(key, 0) for key in plan.sent_bytes}
         assert sum(sent.values()) == pytest.approx(sum(plan.sent_bytes.values()), rel=0.01), name
     assert len(forms) == num_places
+    assert pricing.price(cluster) == list(found.values())  # a price changes no count

@@ -124,8 +124,8 @@ def _print(question: Question, found: Sequence[Simulated]) -> None:
     print_table((*head, "busiest", "messages"), *lines)
     print(
         "  rows: distinct cold rows of a rank's, a host's and all batches; served: rows of the "
-        "busiest home rank over the mean;\n  MB: sent per rank, across MB: sent per host to other "
-        "hosts, busiest: bytes of the busiest rank over the mean; messages: sent per rank"
+        "busiest home rank over the mean;\n  MB: sent per rank for tables, across MB: per host to "
+        "other hosts, busiest: bytes of the busiest rank over the mean; messages: sent per rank"
     )
 
 

@@ -149,7 +149,7 @@ class Cluster:
         self._host_rows.append(cold_U)
         self._asked_W += rows_W
         all_W = np.ones(self.world_size, dtype=np.int64)
-        for wires in self.wires.values():
+        for wires in self.wires.values():  # flags go to all ranks in each form
             [*wires.values()][-1].send("flags", rank, all_W * _FLAG_BYTES)
         direct = self.wires["rows"]["row_exchange"]
         direct.send("header", rank, all_W * _WORD_BYTES)

@@ -1,6 +1,6 @@
 """The rows that the batch of one rank looks up: a configuration's samples, or drawn from counts.
 
-Shape letters: N lookups, U counted rows.
+Shape letters: N lookups, U counted rows; n places.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def from_counts(
     """Draws batches with as many lookups per sample as were counted.
 
     Rows that were looked up several times keep their share. The other lookups are of rare rows,
-    drawn alike often from as many as were seen once and as Chao's bound says that were not seen,
-    evenly spread over the table: so batches have as many distinct rows as the sample has, and many
-    of them share few rare ones. Lookups are independent, or as many as ``effective_share`` says,
-    each repeated.
+    drawn alike often from as many as were seen once and as Chao's bound says that were not seen: so
+    batches have as many distinct rows as the sample has, and many of them share few rare ones. Rare
+    rows are near those seen once, where the planner's home blocks expect them. Lookups are
+    independent, or as many as ``effective_share`` says, each repeated.
     """
     draws = [_Draw.from_counts(stats.tables[table.name]) for table in tables]
 
@@ -67,16 +67,28 @@ class _Draw:
     below_U: NDArray[np.float64]
     """Probability of these rows up to each one."""
     num_rare: int
-    stride: int
-    """Distance between rare rows, in rows that are not in ``rows_U``."""
+    num_others: int
+    """Rows that are not in ``rows_U``."""
+    start_n: Ids
+    """Places among them: 0, and each row seen once."""
+    before_n: NDArray[np.float64]
+    """Number of rare rows before each place."""
+    stride_n: NDArray[np.float64]
+    """Distance between rare rows from there to the next place."""
 
     @staticmethod
     def from_counts(counts: TableCounts) -> _Draw:
         spectrum, is_rare_U = counts.spectrum, counts.counts_U.numpy() == 1
         rows_U = counts.rows_U.numpy()[~is_rare_U]
-        rest = counts.num_embeddings - rows_U.size
+        others, once_n = counts.num_embeddings - rows_U.size, counts.rows_U.numpy()[is_rare_U]
         rare = float(spectrum.rows_K.sum()) + spectrum.num_unseen - rows_U.size
-        num_rare = min(rest, round(rare))
+        num_rare = min(others, round(rare))
+        start_n = np.append(0, once_n - np.searchsorted(rows_U, once_n))
+        # as many behind each place, as far as there are rows; those left over where there are
+        gap_n = np.diff(start_n, append=others)
+        num_n = np.minimum(gap_n, num_rare / start_n.size)
+        free_n = gap_n - num_n
+        num_n += (num_rare - num_n.sum()) * free_n / max(1e-9, free_n.sum())
         shares_U = counts.counts_U.numpy()[~is_rare_U] / max(1, counts.num_lookups)
         return _Draw(
             num_lookups=counts.num_lookups,
@@ -84,7 +96,10 @@ class _Draw:
             rows_U=rows_U,
             below_U=shares_U.cumsum(),
             num_rare=num_rare,
-            stride=rest // max(1, num_rare),
+            num_others=others,
+            start_n=start_n,
+            before_n=num_n.cumsum() - num_n,
+            stride_n=gap_n / np.maximum(1e-9, num_n),
         )
 
     def rows(self, rng: np.random.Generator, num: int) -> Ids:
@@ -94,8 +109,11 @@ class _Draw:
         if self.num_rare == 0:
             place = place.clip(max=self.rows_U.size - 1)  # the last sum may be below 1 by rounding
         is_rare = place == self.rows_U.size
-        # the number of a rare row among others, plus the rows of rows_U below it
-        rows = rng.integers(max(1, self.num_rare), size=independent) * self.stride
+        rare = rng.integers(max(1, self.num_rare), size=independent)
+        last = np.searchsorted(self.before_n, rare, "right") - 1
+        further = (rare - self.before_n[last]) * self.stride_n[last]
+        # the place of a rare row among others, plus the rows of rows_U below it
+        rows = (self.start_n[last] + further.astype(np.int64)).clip(max=self.num_others - 1)
         rows += np.searchsorted(self.rows_U - np.arange(self.rows_U.size), rows, "right")
         rows[~is_rare] = self.rows_U[place[~is_rare]]
         return rows[np.arange(num) * independent // max(1, num)]

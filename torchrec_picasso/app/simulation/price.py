@@ -6,6 +6,7 @@ Shape letters: T tables.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -76,6 +77,7 @@ class Pricing:
 
     def _rows(self, cluster: Cluster, form: str, wires: Mapping[str, Wire]) -> Priced:
         """Prices the pipeline with row-exchanged tables; wires have one word of header."""
+        wires = deepcopy(wires)  # the counts stay as they are
         loads, size, totals = self.stream.loads, cluster.world_size, self._totals(cluster)
         num_modules = len({load.module for load in loads})
         num_packs = len({(load.module, load.dim) for load in loads})
@@ -225,29 +227,32 @@ def curves_of(curves: CommCurves, cluster: Cluster) -> CommCurves:
     def on_host(curve: Curve, peers: int) -> Curve:
         return Curve.line(curve.latency_ms * peers / own_peers, max(core_rate, curve.gbytes_per_s))
 
-    def on_links(curve: Curve, peers: float, factor: float) -> Curve:
-        latency_ms = curve.latency_ms * peers
-        return Curve(
-            sent_bytes=tuple(round(num_bytes / factor) for num_bytes in curve.sent_bytes),
-            ms=tuple(max(0.0, ms + latency_ms - curve.latency_ms) for ms in curve.ms),
-            latency_ms=latency_ms,
-            ms_per_byte=curve.ms_per_byte * factor,
-        )
-
     if own_share and not share:
         converted = {name: on_host(found[name], size - 1) for name in COLLECTIVES}
     else:
         factors = dict.fromkeys(("all_to_all", "row_exchange"), share / own_share if share else 1.0)
         peers = (size - 1) / own_peers
         converted = {
-            name: on_links(found[name], peers, factors.get(name, 1.0)) for name in COLLECTIVES
+            name: _on_links(found[name], peers, factors.get(name, 1.0)) for name in COLLECTIVES
         }
     if hosts > 1 and places > 1:
         rows = found["row_exchange"]
         converted["inside"] = on_host(rows, places - 1)
-        converted["across"] = on_links(rows, (hosts - 1) / own_peers, places / own_share)
+        converted["across"] = _on_links(rows, (hosts - 1) / own_peers, places / own_share)
         if curves.has_levels:
-            converted["inside"] = on_links(found["inside"], (places - 1) / (own_places - 1), 1.0)
+            converted["inside"] = _on_links(found["inside"], (places - 1) / (own_places - 1), 1.0)
             link = (hosts - 1) / (own_hosts - 1), places / own_places
-            converted["across"] = on_links(found["across"], *link)
+            converted["across"] = _on_links(found["across"], *link)
     return replace(curves, world_size=size, ranks_per_host=places, collectives=converted)
+
+
+def _on_links(curve: Curve, peers: float, factor: float) -> Curve:
+    """Returns the curve of exchanges that put ``factor`` times the bytes on a link, with ``peers``
+    times the peers."""
+    latency_ms = curve.latency_ms * peers
+    return Curve(
+        sent_bytes=tuple(round(num_bytes / factor) for num_bytes in curve.sent_bytes),
+        ms=tuple(max(0.0, ms + latency_ms - curve.latency_ms) for ms in curve.ms),
+        latency_ms=latency_ms,
+        ms_per_byte=curve.ms_per_byte * factor,
+    )

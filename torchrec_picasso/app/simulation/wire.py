@@ -23,8 +23,8 @@ class Wire:
     Args:
         num_hosts: Number of hosts.
         num_places: Ranks of each host.
-        share: Bytes on a host's link for each byte that a rank sends, of an even exchange; ``None``
-            = that of an all-to-all.
+        share: Bytes on a host's link for each byte that a rank sends, of an even exchange; 0 =
+            none leave the host, ``None`` = those of an all-to-all.
     """
 
     def __init__(self, num_hosts: int, num_places: int, share: float | None = None) -> None:
