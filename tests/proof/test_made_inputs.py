@@ -117,10 +117,10 @@ def _largest_beside(features: KeyedJaggedTensor) -> Made:
 
 
 REFUSED: dict[str, tuple[Make, str]] = {
-    "the loss": (_largest_beside, "computes with what only tables may get"),
+    "the loss": (_largest_beside, "computes with a tensor that only tables may get, since aten."),
     "its own values": (
         lambda f: _beside(made := _merged(f), made.values().float().mean()),
-        "computes with what only tables may get",
+        "computes with a tensor that only tables may get, since aten.",
     ),
     "its size": (_per_lookup, "uses the batch's size as a number"),
     "a write": (_written, "aten.clamp_ at"),
@@ -147,4 +147,4 @@ def test_what_others_get_is_refused(name: str) -> None:
 
 def test_the_output_is_refused() -> None:
     found = _prove(_largest_beside, kind=_Returning).reason
-    assert found == "output[1] is what only tables may get, so it cannot be joined"
+    assert found == "output[1] is a tensor that only tables may get, so it cannot be joined"

@@ -1,15 +1,16 @@
 """Follows the batch through a forward's operators, each of which runs on tensors without data.
 
-What a table looks up may come from operators that mix samples or have no rule, if it is made ahead
-of the model: a table's rows are those of the whole batch's input, however it was made. Results of
-such operators are ``INPUT``; those that reach anything else are refused, and so are those that
-reach no table, because they may raise on a part of a batch.
+A table's input that is made ahead of the model may come from operators that mix samples or have no
+rule: the table looks up the whole batch's input once, and micro-batches get their rows of it. Such
+operators are *unproved*, and what is computed from their results is ``INPUT``. Only tables may get
+it: an ``INPUT`` in a loss or an output is refused. An unproved operator may also raise on a part of
+a batch. That is seen before the batch is trained if a table gets the result, which is then made
+ahead for each part too; so unproved operators of which no table gets a result are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,16 +38,21 @@ _DRAWING_BY_ENTRY = ("bernoulli", "native_dropout", "_scaled_dot_product")
 _KNOWN = (Tensor, nn.Parameter, FakeTensor)
 
 
+def memory_of(tensor: Tensor) -> int:
+    """Identifies the memory of a tensor, which its views share, while a tensor on it is alive."""
+    return tensor.untyped_storage()._cdata
+
+
 class Follower(TorchDispatchMode):
     """A dispatch mode that records how each tensor depends on the batch. ``names`` are those of the
-    model's parameters and buffers, by ``id``; with ``makes_inputs`` the model makes inputs of
-    tables, which :meth:`give` gets."""
+    model's parameters and buffers, by ``id``; with ``makes_inputs`` inputs of tables are made ahead
+    of the model, and :meth:`note_input` gets them."""
 
     def __init__(self, sizes: Sizes, names: Mapping[int, str], makes_inputs: bool = False) -> None:
         super().__init__()
         self.sizes, self._makes_inputs = sizes, makes_inputs
-        self._unproved: list[str] = []  # reasons of operators whose results are INPUT
-        self._not_given: set[int] = set()  # those of them that have reached no table
+        self._unproved: list[str] = []  # reasons of the unproved operators, by number
+        self._unused: set[int] = set()  # numbers of those of which no table has got a result
         self._names = names
         self._known: dict[int, tuple[Tensor, Value]] = {}
         self._outside: dict[int, str] = {}
@@ -59,11 +65,10 @@ class Follower(TorchDispatchMode):
         """Records how a tensor without data depends on the batch; the batch's dim may be open. The
         model must not write into an input."""
         if id(tensor) not in self._known:
-            storage = tensor.untyped_storage()._cdata
-            self._in_storage.setdefault(storage, []).append(id(tensor))
+            self._in_storage.setdefault(memory_of(tensor), []).append(id(tensor))
         self._known[id(tensor)] = tensor, self.sizes.locate(tensor, value)
         if is_input:
-            self._outside[tensor.untyped_storage()._cdata] = "the batch; write into a clone"
+            self._outside[memory_of(tensor)] = "the batch; write into a clone"
 
     def value_of(self, tensor: Tensor) -> Value:
         """Returns how a tensor depends on the batch; raises if no followed operator made it."""
@@ -77,17 +82,18 @@ class Follower(TorchDispatchMode):
 
     def is_of_outside(self, tensor: Tensor) -> bool:
         """Whether a tensor shares memory with the model or the batch."""
-        return tensor.untyped_storage()._cdata in self._outside
+        return memory_of(tensor) in self._outside
 
-    def give(self, tensors: Iterable[Tensor]) -> None:
-        """Notes that a table gets tensors as its input, which is made ahead of the model."""
+    def note_input(self, tensors: Iterable[Tensor]) -> None:
+        """Notes that a table gets these tensors as its input, which is made ahead of the model."""
         for tensor in tensors:
-            self._not_given -= self.value_of(tensor).operators
+            self._unused -= self.value_of(tensor).operators
 
     @property
-    def why_not_given(self) -> str | None:
-        """The first unproved operator of which no table got a result; ``None`` = there is none."""
-        return self._unproved[min(self._not_given)] if self._not_given else None
+    def why_unused(self) -> str | None:
+        """The first unproved operator of which no table got a result, with the reason why it is
+        unproved; ``None`` = there is none."""
+        return self._unproved[min(self._unused)] if self._unused else None
 
     def refuse(self, reason: str) -> None:
         """Records a reason; only the first one is kept."""
@@ -114,29 +120,35 @@ class Follower(TorchDispatchMode):
         if namespace in COMMUNICATES:
             raise UnprovedError("communicates, once per micro-batch")
         self.num_operators += 1
-        call, before = self._bound(func, args, kwargs), len(self.sizes.env.guards)
+        call, num_guards = self._bound(func, args, kwargs), len(self.sizes.env.guards)
         written = self._check(call, func)
         try:
-            return self._proved(call, written, func, args, kwargs)
+            return self._by_rule(call, written, func, args, kwargs)
         except UnprovedError as unproved:
             is_random = torch.Tag.nondeterministic_seeded in func.tags
             if written or is_random or not self._makes_inputs:
                 raise
-            call = replace(call)
-            self._run(call, before, func, args, kwargs)
-            self._not_given.add(len(self._unproved))
-            own = frozenset([len(self._unproved)])
-            self._unproved.append(_placed(func, str(unproved)))
-        value = Value(Kind.INPUT, operators=own.union(*(x.value.operators for x in call.operands)))
+            reason = _placed(func, str(unproved))
+        # bound and run again, with the guards of the first run: a rule may come before or after it
+        call = self._bound(func, args, kwargs)
+        self._run(call, num_guards, func, args, kwargs)
+        number = len(self._unproved)
+        self._unproved.append(reason)
+        self._unused.add(number)
+        numbers = frozenset([number]).union(*(each.value.operators for each in call.operands))
+        value = Value(Kind.INPUT, operators=numbers)
         self._note_all(call, [value] * len(call.outputs), written, func)
         return call.out
 
-    def _proved(
+    def _by_rule(
         self, call: Call, written: Sequence[Operand], func: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a call, and records its results by the operator's rule."""
-        if any(operand.value.kind is Kind.INPUT for operand in call.operands):
-            raise UnprovedError(f"computes with {Kind.INPUT.value}")
+        """Runs a call, and records its results by the operator's rule. UnprovedError if the rule
+        refuses, or there is none."""
+        numbers = [number for each in call.operands for number in each.value.operators]
+        if numbers:
+            cause = self._unproved[min(numbers)]
+            raise UnprovedError(f"computes with {Kind.INPUT.value}, since {cause}")
         namespace = func._schema.name.partition("::")[0]
         name = call.name if namespace == "aten" else f"{namespace}.{call.name}"
         is_pointwise = namespace == "aten" and torch.Tag.pointwise in func.tags
@@ -194,7 +206,7 @@ class Follower(TorchDispatchMode):
         for tensor in (operand.tensor for operand in written):
             if not isinstance(tensor, FakeTensor):
                 raise UnprovedError(f"writes into {self._name(tensor)}")
-            outside = self._outside.get(tensor.untyped_storage()._cdata)
+            outside = self._outside.get(memory_of(tensor))
             if outside is not None:
                 raise UnprovedError(f"writes into {outside}")
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -216,7 +228,7 @@ class Follower(TorchDispatchMode):
         real = [op.tensor for op in call.operands if not isinstance(op.tensor, FakeTensor)]
         if real and any(returned.alias_info is not None for returned in func._schema.returns):
             for out in call.outputs:
-                self._outside[out.untyped_storage()._cdata] = self._name(real[0])
+                self._outside[memory_of(out)] = self._name(real[0])
         for tensor, value in zip(call.outputs, values):
             self._note(tensor, value, written, func)
 
@@ -242,7 +254,7 @@ class Follower(TorchDispatchMode):
         # other tensors of the same storage would keep their old dependence
         for operand in written:
             if operand.tensor is tensor and torch.Tag.inplace_view not in func.tags:
-                inside = self._in_storage.get(tensor.untyped_storage()._cdata, ())
+                inside = self._in_storage.get(memory_of(tensor), ())
                 others = [self._known[key][1] for key in inside if key != id(tensor)]
                 if any(other.counted or other.feature for other in others):
                     raise UnprovedError("writes into a view of lengths, or of places in the batch")

@@ -6,8 +6,8 @@ same for every batch, an entry for each sample that only this sample's inputs de
 samples. If the loss is such a mean, outputs are such entries or means, and the forward has no other
 effect, then the batch may be split into any consecutive parts: the weighted mean of their losses is
 the loss of the batch, their gradients sum to its gradient, and their outputs join to its output.
-What only tables get as an input that is made ahead of the model may depend on the batch in any way:
-tables give micro-batches their part of what they give for the whole batch.
+A tensor that only tables get, as an input that is made ahead of the model, may depend on the batch
+in any way: tables look up the whole batch's input, and a micro-batch gets its part of the result.
 
 Anything without a rule is unproved. That costs speed, never exactness.
 
@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +67,8 @@ class Proof:
 
 
 MadeInputs = Callable[[Callable[[Iterable[Tensor]], None]], AbstractContextManager[None]]
-"""A context in which a function gets the tensors of each input, made ahead, of a given module."""
+"""Takes a function, and returns a context in which the function gets the tensors of each input that
+a given module is called with, if that input is made ahead of the model."""
 
 
 def prove(
@@ -89,8 +89,8 @@ def prove(
         given: Sharded modules, and others that do not run, with their outputs for the batch.
         loss_reduction: How the losses are reduced over samples: "mean", "sum", or "ratio", with
             losses ``(numerators, denominators)`` that are both sums.
-        made_inputs: Tells what given modules get that is made ahead of the model, for the batch and
-            for each micro-batch before it is trained; ``None`` = they read the batch alone.
+        made_inputs: Tells the inputs of given modules that are made ahead of the model, for the
+            batch and for each micro-batch before it is trained; ``None`` = no input is.
     """
     try:
         guard = Guard(module, [known.module for known in given], batch)
@@ -152,14 +152,14 @@ class _Forward:
         # Modes from the outside in: enable gradients, decompose in Python, make tensors without
         # data, follow operators, watch functions.
         watch = Watch(self._refuse, self._guard.enter)
-        listening = self._made_inputs(follower.give) if self._made_inputs else nullcontext()
+        listening = self._made_inputs(follower.note_input) if self._made_inputs else nullcontext()
         with torch.enable_grad(), listening, enable_python_dispatcher(), mode, follower, watch:
             result = self._module(made)
         if _places_in(made) != before:
             # the caller sees that, and a later epoch may read it; a micro-batch is a copy
             raise UnprovedError("the model changes the containers of its batch")
-        if follower.why_not_given is not None:
-            raise UnprovedError(follower.why_not_given)
+        if follower.why_unused is not None:
+            raise UnprovedError(follower.why_unused)
         _judge(result, self._reduction, follower)
         if follower.reason is not None:  # the model caught the error
             raise UnprovedError(follower.reason)
@@ -210,9 +210,7 @@ def _undisturbed() -> Iterator[None]:
     gc.disable()
     torch.set_autocast_cache_enabled(False)
     try:
-        # features that the model makes compute no sizes, which are not known here
-        unsynced = patch.object(KeyedJaggedTensor, "sync", lambda features: features)
-        with restored_randomness(torch.device("cpu")), warnings.catch_warnings(), unsynced:
+        with restored_randomness(torch.device("cpu")), warnings.catch_warnings(), _unsynced():
             warnings.simplefilter("ignore")  # about shapes, which are placeholders here
             before, state = random_states(), torch.get_rng_state()
             yield
@@ -223,6 +221,18 @@ def _undisturbed() -> Iterator[None]:
         torch.set_autocast_cache_enabled(was_cached)
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def _unsynced() -> Iterator[None]:
+    """In this context ``from_lengths_sync``, say, does not sum lengths to Python numbers: without
+    data there are none."""
+    sync = KeyedJaggedTensor.sync
+    KeyedJaggedTensor.sync = lambda features: features
+    try:
+        yield
+    finally:
+        KeyedJaggedTensor.sync = sync
 
 
 def _judge(result: Any, loss_reduction: str, follower: Follower) -> None:

@@ -41,7 +41,7 @@ class Kind(Enum):
     OFFSETS = "where each sample's lookups begin and end"
     LOOKUPS = "lookups of all features; take those of one by to_dict()"
     HIDDEN = "what an operator keeps for its backward"
-    INPUT = "what only tables may get"
+    INPUT = "a tensor that only tables may get"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class Value:
             a part of the batch counts from its own first row. Empty = entries are no positions.
         is_own: Whether such a position is that of the entry's own row.
         feature: Name of the feature whose lengths or offsets these are.
-        operators: Numbers of the unproved operators that an ``INPUT`` comes from.
+        operators: Numbers of the unproved operators that an ``INPUT`` comes from (see
+            :mod:`.follow`); others come from none.
     """
 
     kind: Kind

@@ -27,6 +27,7 @@ from torchrec_picasso._torchrec import PipelinedPostproc, Tracer, get_leaf_modul
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.proof.comparison import COMMUNICATES
 from torchrec_picasso.proof.content import Kept, random_states
+from torchrec_picasso.proof.follow import memory_of
 from torchrec_picasso.proof.watch import current_line
 
 _WRITING = {
@@ -82,7 +83,7 @@ class InputSlice:
         for node in self.nodes:
             before = random_states()
             try:
-                with _Watch() as watch:
+                with _SliceWatch() as watch:
                     values[node] = run_node(node, batch, values, model)
             except Exception as error:  # any error of the model's code, or the watch's
                 watch.reason = watch.reason or f"raises {type(error).__name__} ({error})"
@@ -221,9 +222,9 @@ def _writes(node: Node) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs
 
 
-class _Watch(TorchDispatchMode):
-    """Notes the first operator that a slice must not have, and raises CompatError instead of
-    running it: the batch that it would write into is yet to be trained."""
+class _SliceWatch(TorchDispatchMode):
+    """Notes the first operator that a slice must not have, and raises CompatError in place of
+    running it: it may write into the batch, which is yet to be trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,17 +247,15 @@ class _Watch(TorchDispatchMode):
             reason = "communicates between ranks"
         elif any(isinstance(tensor, nn.Parameter) or tensor.requires_grad for tensor in given):
             reason = "reads a parameter"
-        elif any(isinstance(w, Tensor) and _memory(w) not in self._own for w in written):
+        elif any(isinstance(w, Tensor) and memory_of(w) not in self._own for w in written):
             reason = "writes in place"
         self.reason = self.reason or reason
         if self.reason is not None:  # the model may have caught the first error
             raise CompatError(self.reason)
         result = func(*args, **kwargs)
-        known = set(map(_memory, given))
+        known = set(map(memory_of, given))
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._own |= {_memory(tensor): tensor for tensor in made if _memory(tensor) not in known}
+        self._own |= {
+            memory_of(tensor): tensor for tensor in made if memory_of(tensor) not in known
+        }
         return result
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -61,7 +61,7 @@ class MadeAhead:
         self._context = TrainPipelineContext()
         self._by_mode: dict[bool, dict[str, InputSlice]] = {True: {}, False: {}}
         self._checked_now: _SliceResults | None = None
-        self._take: Callable[[list[Tensor]], None] | None = None
+        self._take: Callable[[list[Tensor]], None] | None = None  # see telling()
         self.refused: dict[str, str] = {}
         """Modules that cannot be interleaved: the line of the model, and what it does there."""
         for is_training in (model.training, not model.training) if names else ():
