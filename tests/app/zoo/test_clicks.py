@@ -16,7 +16,6 @@ from torchrec.datasets.utils import Batch
 
 from benchmarks.fields.sequences import build_din
 from torchrec_picasso.app.config import DataConfig
-from torchrec_picasso.app.zoo.click_model import ClickModel
 from torchrec_picasso.app.zoo.data import alimama, globo
 from torchrec_picasso.app.zoo.data.click_files import ClickFile, read_clicks
 from torchrec_picasso.app.zoo.data.click_log import generate_log, samples_of_log
@@ -194,28 +193,6 @@ def test_a_source_takes_its_labels_from_the_teacher() -> None:
     assert values[0].equal(values[1])
     assert not batches[0].labels.equal(batches[1].labels)
     assert batches[1].labels.equal(batches[2].labels)
-
-
-def _on_cpu() -> ClickModel:
-    train = build_din(make_clicks(), sequence_dim=4, profile_dim=8, seed=3).to_empty(device="cpu")
-    torch.manual_seed(0)
-    for parameter in train.parameters():
-        torch.nn.init.normal_(parameter)
-    return train
-
-
-def test_the_history_counts_and_so_does_the_profile() -> None:
-    clicks, train = make_clicks(), _on_cpu()
-    logits = train(clicks.batch(np.arange(4)))[1][1]
-    for kind, table in (("target_4.embeddings", "t_item"), ("profile.embedding_bags", "t_user")):
-        parameter = train.get_parameter(f"embeddings.collections.{kind}.{table}.weight")
-        before = parameter.detach().clone()
-        with torch.no_grad():
-            parameter[7 if table == "t_user" else 9] += 1  # rows of samples 0 and 2 alone
-        changed = train(clicks.batch(np.arange(4)))[1][1] != logits
-        assert changed.tolist() == [True, False, True, False]
-        with torch.no_grad():
-            parameter.copy_(before)
 
 
 def test_the_seed_draws_the_dense_weights() -> None:
