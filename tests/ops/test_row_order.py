@@ -1,13 +1,25 @@
 """Sorted as Python sorts, for every width of key, by vector words and without them."""
 
+import random
+from collections import Counter
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrec_picasso.ops import row_order
-from torchrec_picasso.ops.row_order import nonzero_indices, sort_with_tags, stable_order
+from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable
+from torchrec_picasso.ops.row_order import (
+    RowRanges,
+    locate_rows,
+    nonzero_indices,
+    sort_with_tags,
+    stable_order,
+)
 
+CPU = torch.device("cpu")
 DTYPES = (torch.int32, torch.int64)  # the second does not fit into a word with its place
 
 
@@ -62,3 +74,48 @@ def test_places_of_a_mask(mask: list[bool]) -> None:
     places_N = nonzero_indices(torch.tensor(mask, dtype=torch.bool))
     assert places_N.dtype == torch.int64
     assert places_N.tolist() == [place for place, is_it in enumerate(mask) if is_it]
+
+
+@given(seed=st.integers(0, 2**31), num_chunks=st.sampled_from([1, 2, 40]))
+def test_rows_are_found_and_ordered_as_one_by_one(seed: int, num_chunks: int) -> None:
+    rng = random.Random(seed)
+    world_size, pack, tables = rng.choice([1, 3]), 0, []
+    # by linear id: the pack, the home rank, the row there, the hot slot
+    facts, stored, num_hot = [], Counter[tuple[int, int]](), 0
+    for number in range(rng.randint(1, 4)):
+        pack += rng.random() < 0.5 and number > 0
+        blocks = [rng.randint(0, 4) for _ in range(world_size - 1)] + [2]
+        hot = sorted(rng.sample(range(sum(blocks)), rng.randint(0, sum(blocks))))
+        for row, rank in enumerate(rank for rank, rows in enumerate(blocks) for _ in range(rows)):
+            facts.append((pack, rank, stored[pack, rank], num_hot if row in hot else None))
+            stored[pack, rank] += 1
+            num_hot += row in hot
+        tables.append(
+            PackedTable(
+                name=f"t{number}",
+                pack=pack,
+                dim=4,
+                block_rows_W=(*blocks,),
+                hot_rows_H=torch.tensor(hot, dtype=torch.int64),
+                feature_names=("f",),
+            )
+        )
+    ids = sorted(rng.sample(range(len(facts)), rng.randint(0, len(facts))))
+    chunks = [rng.randrange(num_chunks) for _ in ids]
+    ranges = RowRanges.build(IdSpace.build(tables, CPU), HotSlots.build(tables, CPU))
+    ids_U, chunk_U = torch.tensor(ids, dtype=torch.int32), torch.tensor(chunks, dtype=torch.int64)
+    found = locate_rows(ids_U, ranges, chunk_U, num_chunks)
+
+    rows = [(*facts[row], chunk, place) for place, (row, chunk) in enumerate(zip(ids, chunks))]
+    rows.sort(key=lambda row: (row[0], *((-1, 0) if row[3] is not None else (row[4], row[1]))))
+    assert found.order_U.tolist() == [place for *_, place in rows]
+    slots = [slot for _, _, _, slot, *_ in rows]
+    stored_in = [home if slot is None else slot for (_, _, home, *_), slot in zip(rows, slots)]
+    assert found.storage_row_U.tolist() == stored_in
+    counts = Counter(
+        (pack, 0 if slot is not None else 1 + chunk * world_size + rank)
+        for pack, rank, _, slot, chunk, _ in rows
+    )
+    assert {at: n for at, n in np.ndenumerate(found.counts_PQ.numpy()) if n} == counts
+    bits = np.unpackbits(found.used_bits_X.numpy().view(np.uint8), bitorder="little")
+    assert bits.nonzero()[0].tolist() == sorted(slot for slot in slots if slot is not None)
