@@ -103,6 +103,7 @@ FOREIGN: dict[str, set[str]] = {
     "torch.Tensor": {
         *("_backward_hooks", "_base", "_is_view", "_post_accumulate_grad_hooks", "_version")
     },
+    "torch.UntypedStorage": {"_cdata"},
     "torch._ops.OpOverload": {"_schema"},
     "torch.ops.aten": {"_embedding_bag_per_sample_weights_backward"},
     "torch.autograd.Variable": {"_execution_engine"},

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -133,6 +134,10 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "noise": (
         lambda f: _beside(_with_ids(f, torch.randint_like(f.values(), 3)), 1.0),
         "draws random numbers",
+    ),
+    "dropout": (
+        lambda f: _beside(_with_ids(f, functional.dropout(f.values().double()).long()), 1.0),
+        "aten.native_dropout at",
     ),
 }
 

@@ -211,6 +211,24 @@ class Incremented(Shifted):
         self.shift = Increment()
 
 
+class LateHalving(nn.Module):
+    """Writes into some batches, of which the first is none; the table's input stays the same."""
+
+    def forward(self, batch: Batch) -> KeyedJaggedTensor:
+        if int(batch.sparse_features.values()[0]) > 10:
+            batch.labels.div_(2)
+        return _with_ids(batch.sparse_features, batch.sparse_features.values() * 1)
+
+
+class HalvedLate(Model):
+    def make(self) -> None:
+        super().make()
+        self.halve = LateHalving()
+
+    def forward(self, batch: Batch) -> tuple[Any, Any]:
+        return self.head(self.ebc(self.halve(batch)), batch)
+
+
 class ByArray(Model):
     """State that no guard of a proof sees."""
 
@@ -332,6 +350,9 @@ PROGRAMS = {
     "written buffer": _refused(Written, "gives what the forward changes"),
     "in place": _refused(InPlace, "writes in place"),
     "batch written by a layer": _refused(Incremented, "writes in place"),
+    "batch written later": Program(
+        model=HalvedLate, numbers=(1, 2), refused=(1, 2), refusal="writes into the batch"
+    ),
     "written by a layer": _stale(Clamped),
     "attribute changed between steps": _stale(Salted, before_step=_salt),
     "buffer written between steps": _stale(Buffered, before_step=_write),

@@ -36,7 +36,7 @@ def kept_by_stream(make: Callable[..., _Kept], maxsize: int | None = 16) -> Call
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields every tensor in dataclasses and sequences, and those of a KeyedJaggedTensor."""
+    """Yields every tensor in dataclasses, dicts and sequences, and those of a KeyedJaggedTensor."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, KeyedJaggedTensor):
@@ -45,8 +45,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for member in value:
             yield from tensors_in(member)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
     elif is_dataclass(value):
-        yield from tensors_in(list(vars(value).values()))
+        yield from tensors_in(vars(value))
 
 
 class WriteOrder:

@@ -27,6 +27,7 @@ from torchrec_picasso.batches.members import arguments_of
 from torchrec_picasso.batches.split import split_output
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import agree_on
+from torchrec_picasso.ops.streams import tensors_in
 from torchrec_picasso.train_pipeline.input_slice import (
     InputSlice,
     outside_of,
@@ -155,7 +156,8 @@ class MadeAhead:
         return _SliceResults(self, self._model.training)
 
     def _make(self, name: str, batch: Any, results: _SliceResults) -> Any:
-        found = self._slice(name)
+        found, tensors = self._slice(name), list(tensors_in(batch))
+        unwritten = _described(tensors)
         with results.recording():
             for node in found.nodes:
                 if node in results.values:
@@ -166,6 +168,10 @@ class MadeAhead:
                 except Exception as error:  # any error of the model's code
                     raised = f"{node.meta['line']} raises {type(error).__name__}: {error}"
                     raise CompatError(raised) from error
+                if _described(tensors) != unwritten:  # the forward would write once more
+                    raise CompatError(
+                        f"{node.meta['line']} writes into the batch; write into a clone"
+                    )
         made = results.values[found.input]
         results.unwritten.setdefault(name, _described(arguments_of(made)))
         return made
