@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torchrec import JaggedTensor
 from torchrec.datasets.utils import Batch
 
 from tests.proof import models
@@ -20,6 +21,11 @@ def _two(logits: Tensor) -> Tensor:
 
 def _clicked(batch: Batch) -> Tensor:
     return (batch.labels > 0.5).long()
+
+
+def _of_two_features(batch: Batch) -> JaggedTensor:
+    f, g = (batch.sparse_features[name] for name in ("f", "g"))
+    return JaggedTensor(f.values().float(), lengths=g.lengths())
 
 
 def _looked_up(logits: Tensor, batch: Batch, shaped: Callable[[Tensor], Tensor]) -> Tensor:
@@ -207,6 +213,14 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
     "written weights": (
         lambda head, out, batch: (out * head.over.weight.detach().view(-1)[:1].mul_(0.9)).mean(),
         "writes into head.over.weight",
+    ),
+    "number of a tensor": (
+        lambda head, out, batch: _two(out)[:, torch.tensor(1)].mean(),
+        "gives a number that depends on data",
+    ),
+    "lengths of another feature": (
+        lambda head, out, batch: out.mean() + _of_two_features(batch).to_padded_dense(3).mean(),
+        "for equally many, which they may not be",
     ),
     "permuted": (lambda head, out, batch: out[torch.randperm(out.shape[0])].mean(), "random"),
     "dropped weights": (
