@@ -118,11 +118,7 @@ def _largest_beside(features: KeyedJaggedTensor) -> Made:
 
 
 REFUSED: dict[str, tuple[Make, str]] = {
-    "the loss": (_largest_beside, "computes with a tensor that only tables may get, since aten."),
-    "its own values": (
-        lambda f: _beside(made := _merged(f), made.values().float().mean()),
-        "computes with a tensor that only tables may get, since aten.",
-    ),
+    "the loss": (_largest_beside, "computes with a tensor that only tables may get"),
     "its size": (_per_lookup, "uses the batch's size as a number"),
     "a write": (_written, "aten.clamp_ at"),
     "nobody": (_dead, "aten.index at"),
@@ -148,6 +144,12 @@ def test_what_others_get_is_refused(name: str) -> None:
     found = _prove(make).reason
     assert found is not None
     assert reason in found
+
+
+def test_a_reason_names_the_first_operator_that_gets_it_and_the_first_that_made_it() -> None:
+    found = _prove(lambda f: _beside(made := _crossed(f), made.values().float().mean())).reason
+    assert found.startswith("aten._to_copy at ")
+    assert "computes with a tensor that only tables may get, since aten.mul at " in found
 
 
 def test_the_output_is_refused() -> None:
