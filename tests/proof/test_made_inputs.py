@@ -120,6 +120,10 @@ def _largest_beside(features: KeyedJaggedTensor) -> Made:
 REFUSED: dict[str, tuple[Make, str]] = {
     "the loss": (_largest_beside, "computes with a tensor that only tables may get"),
     "its size": (_per_lookup, "uses the batch's size as a number"),
+    "fewer lookups than it takes": (
+        lambda f: _beside(_with_ids(f, f.values() % f.values().topk(3).values[-1]), 1.0),
+        "aten.topk at",
+    ),
     "a write": (_written, "aten.clamp_ at"),
     "nobody": (_dead, "aten.index at"),
     "its parts": (
