@@ -23,6 +23,12 @@ def _clicked(batch: Batch) -> Tensor:
     return (batch.labels > 0.5).long()
 
 
+def _by_kept_mean(head: models.Head, logits: Tensor, batch: Batch) -> Tensor:
+    kept = torch.zeros(2)
+    kept[:1].copy_(logits.mean())
+    return (logits * kept[0]).mean()
+
+
 def _of_two_features(batch: Batch) -> JaggedTensor:
     f, g = (batch.sparse_features[name] for name in ("f", "g"))
     return JaggedTensor(f.values().float(), lengths=g.lengths())
@@ -218,6 +224,7 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
         lambda head, out, batch: _two(out)[:, torch.tensor(1)].mean(),
         "gives a number that depends on data",
     ),
+    "mean in a view": (_by_kept_mean, "writes a mean over samples into a view of what is the same"),
     "lengths of another feature": (
         lambda head, out, batch: out.mean() + _of_two_features(batch).to_padded_dense(3).mean(),
         "for equally many, which they may not be",
