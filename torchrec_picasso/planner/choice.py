@@ -46,9 +46,9 @@ Forms = Mapping[int, Form]
 
 _SIMPLER_MARGIN, _WORK_MARGIN = 0.03, 0.1
 """A hot/cold plan is chosen only if its predicted step is shorter than stock's by these shares of
-the step and of its work beside the dense part; and so is rows by host, instead of the best other
-plan and of rows sent directly. Predictions of small steps, which are work, are off
-by 10 % in the median (``benchmarks.small_steps``)."""
+the step and of its work beside the dense part. Predictions of small steps, which are work, are off
+by 10 % in the median (``benchmarks.small_steps``). Rows by host need both shares too, but only the
+first one where rows are sent directly otherwise, whose work is the same."""
 _TYPE_MARGIN = 0.05
 """Stock tables have the same sharding type unless this share of the step is gained without it."""
 _FORMS_MARGIN = 0.18
@@ -203,10 +203,11 @@ def _fastest(plans: Mapping[str, PricedPlan], pricer: StepPricer) -> str:
     name = uniform if _is_faster(steps[uniform], steps["stock"], pricer) else "stock"
     if steps["mixed"].step_ms <= steps[name].step_ms * (1 - _FORMS_MARGIN):
         name = "mixed"
-    others = (name, "rows")
-    by_host = steps.get("node_rows")
-    if by_host and all(_is_faster(by_host, steps[other], pricer) for other in others):
-        name = "node_rows"
+    if "node_rows" in steps:
+        by_host, rows = steps["node_rows"], steps["rows"]
+        beats_rows = by_host.step_ms <= rows.step_ms * (1 - _SIMPLER_MARGIN)
+        if beats_rows and (name == "rows" or _is_faster(by_host, steps[name], pricer)):
+            name = "node_rows"
     return name
 
 
