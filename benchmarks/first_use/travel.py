@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchrec.datasets.utils import Batch
@@ -20,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.app.zoo.data.clicks import Clicks, history_of
 from torchrec_picasso.batches.split import split_batch
-from torchrec_picasso.ops.ids import PackedTable
+from torchrec_picasso.ops.ids import PackedTable, flags_of
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowRequest
 
@@ -95,7 +96,7 @@ class Tables:
 
     def _travel(self, requests_W: Sequence[Sequence[RowRequest]]) -> Travel:
         rows = header_bytes = 0
-        touched_H = torch.zeros(self.num_hot_rows, dtype=torch.bool)
+        touched_X = torch.zeros(flags_of(self.num_hot_rows) // 64, dtype=torch.int64)  # bits
         for rank, requests in enumerate(requests_W):
             for request in requests:
                 (route,) = request.by_route
@@ -104,10 +105,10 @@ class Tables:
                 rows += int(cold_KW.sum() - cold_KW[:, rank].sum())
                 sent_WX = request.header_exchange.sent_WX
                 header_bytes += _num_bytes(sent_WX) - _num_bytes(sent_WX[rank])
-                touched_H |= route.located.is_used_H
+                touched_X |= route.located.used_bits_X
         id_bytes = self._group.row_dtype.itemsize
         row_bytes = _FLOAT_BYTES * self._dim
-        hot_rows = int(touched_H.sum())
+        hot_rows = int(np.unpackbits(touched_X.numpy().view(np.uint8)).sum())
         summed_bytes = 2 * (self._world_size - 1) * hot_rows * row_bytes  # by a ring
         return Travel(
             rows=rows,

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torchrec_picasso.app.checkpoints.writer import CheckpointWriter
 from torchrec_picasso.app.config import CheckpointConfig
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.runs.exchange_step import local_tensors
+from torchrec_picasso.ops.streams import kept_by_stream
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
@@ -112,6 +114,7 @@ def train_side(
         errors=torch.zeros(plan.steps, 2, dtype=torch.float64),
         samples=torch.zeros(num_looks, 1 + len(FIGURES), dtype=torch.float64),
     )
+    constants = _constants()
     gc.freeze()  # what is imported is not looked at again
     found.held["before"] = held()
     start_s = time.perf_counter()
@@ -124,9 +127,19 @@ def train_side(
     found.alive_after = [name for name, part in parts.items() if part() is not None]
     _leave(Path(folder), rank, world_size)
     found.held["after"] = held()
+    for cache in constants:
+        cache.cache_clear()
     own = 2 + len(found.state)  # errors and samples
     found.tensors_kept = int(figures()[FIGURES.index("tensors")]) - own
     return found
+
+
+def _constants() -> list[Any]:
+    """Caches of constants that the process keeps for all models."""
+    gc.unfreeze()  # imports of ranks are frozen
+    module = kept_by_stream.__module__
+    caches = (each for each in gc.get_objects() if type(each) is type(lru_cache(int)))
+    return [cache for cache in caches if cache.__module__ == module]
 
 
 def _leave(folder: Path, rank: int, world_size: int) -> None:
