@@ -161,8 +161,8 @@ def test_what_does_not_fit_is_named() -> None:
     assert [message.removeprefix("--rank-order: ") for message in found] == [
         "rank 1 has no order, rank 0 a, b; give all ranks the same file",
         "rank 1: no such file",
-        "ranks of host b have LOCAL_RANK [0, 0], expected 0 to 1; start them with torchrun, and "
-        "give each host a name of its own",
+        "order of hosts: ranks of host b have LOCAL_RANK [0, 0], expected 0 to 1; start them with "
+        "torchrun, and give each host a name of its own",
         "the file orders a, but this job has b" + advice,
         "the file orders a, b, c, but this job lacks c" + advice,
     ]
@@ -234,9 +234,9 @@ def test_ranks_train_the_same_in_any_order(tmp_path: Path) -> None:
 
 
 def measured(rank: int, world_size: int, folder: Path) -> tuple[HostRing, list[int], str]:
-    """Measures four hosts; returns the exit codes of ``order`` there and on two hosts, and what it
-    printed."""
-    ring = measure_hosts(dist.group.WORLD, f"host{rank}", 4096)
+    """Measures four hosts; returns the exit codes of ``order`` there, on two hosts and on four of
+    one name, and what it printed."""
+    ring = measure_hosts([f"host{host}" for host in range(world_size)], 4096)
     codes, printed = [], io.StringIO()
     for ranks_per_host in (1, 2):
         leave_group(rank, ranks_per_host)
@@ -244,14 +244,17 @@ def measured(rank: int, world_size: int, folder: Path) -> tuple[HostRing, list[i
         out = str(folder / f"{ranks_per_host}.json")
         with contextlib.redirect_stdout(printed):
             codes.append(main(["order", "-o", out, "--mib", "0.01"]))
-        if ranks_per_host == 1:
-            join_torchrun(TIMEOUT_S, out)
+        join_torchrun(TIMEOUT_S, out)
+    leave_group(rank, 1)
+    os.environ["RANK"], socket.gethostname = str(rank), lambda: "host"
+    codes.append(main(["order", "-o", str(folder / "one name.json")]))
     return ring, codes, printed.getvalue()
 
 
 def test_the_command_writes_an_order_that_ranks_join_in(tmp_path: Path) -> None:
     rings, codes, printed = zip(*run_ranks(measured, 4, tmp_path, timeout_s=TIMEOUT_S))
-    assert codes == ([0, 0],) * 4
+    assert codes == ([0, 0, 2],) * 4
+    assert not (tmp_path / "one name.json").exists()
     assert rings.count(rings[0]) == 4
     pair_ms = torch.tensor(rings[0].pair_ms_YY)
     assert torch.equal(pair_ms, pair_ms.T)
