@@ -42,7 +42,8 @@ def agreed_rank(
     store.set(f"{_PREFIX}of/{rank}", json.dumps(describe_rank(file)))
     if rank == 0:
         keys = [f"{_PREFIX}of/{number}" for number in range(world_size)]
-        store.wait(keys, timeout)
+        for key in keys:  # one by one, so that a timeout names the rank
+            store.wait([key], timeout)
         try:
             answer: dict[str, Any] = {"ranks": new_ranks([json.loads(store.get(k)) for k in keys])}
         except ConfigError as error:
