@@ -10,6 +10,7 @@ import json
 import os
 import random
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torchrec_picasso.app.cli.main import main
 from torchrec_picasso.app.config import PipelineConfig
 from torchrec_picasso.app.launch.host_ring import (
     HostRing,
+    _exchange_ms,
     best_ring,
     measure_hosts,
     pair_times,
@@ -126,6 +128,26 @@ def test_each_two_hosts_meet_once(num_hosts: int) -> None:
         assert num_hosts % 2 or len(met) == len(rounds)
 
 
+def lost(rank: int, world_size: int) -> str:
+    """Rank 1 loses its connections while it receives; returns what rank 0 says."""
+    num_bytes = 100 << 20
+    if rank == 0:
+        return refusal(RuntimeError, _exchange_ms, [0, 1], num_bytes, [[1, 0]])
+    dist.barrier()
+    receiving = dist.irecv(torch.empty(num_bytes, dtype=torch.uint8), 0)
+    time.sleep(0.02)
+    for file in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(file))) as end:
+            if end.family == socket.AF_INET and end.getpeername():
+                end.shutdown(socket.SHUT_RDWR)
+    return str(receiving)
+
+
+def test_a_host_that_is_lost_ends_the_exchange() -> None:
+    said, _ = run_ranks(lost, 2, timeout_s=30.0)
+    assert "Connection" in said
+
+
 def told(*hosts: str, order: list[str] | None = None) -> list[dict[str, Any]]:
     """What ranks on these hosts tell."""
     return [
@@ -161,8 +183,8 @@ def test_what_does_not_fit_is_named() -> None:
     assert [message.removeprefix("--rank-order: ") for message in found] == [
         "rank 1 has no order, rank 0 a, b; give all ranks the same file",
         "rank 1: no such file",
-        "ranks of host b have LOCAL_RANK [0, 0], expected 0 to 1; start them with torchrun, and "
-        "give each host a name of its own",
+        "order of hosts: ranks of host b have LOCAL_RANK [0, 0], expected 0 to 1; start them with "
+        "torchrun, and give each host a name of its own",
         "the file orders a, but this job has b" + advice,
         "the file orders a, b, c, but this job lacks c" + advice,
     ]
@@ -234,9 +256,9 @@ def test_ranks_train_the_same_in_any_order(tmp_path: Path) -> None:
 
 
 def measured(rank: int, world_size: int, folder: Path) -> tuple[HostRing, list[int], str]:
-    """Measures four hosts; returns the exit codes of ``order`` there and on two hosts, and what it
-    printed."""
-    ring = measure_hosts(dist.group.WORLD, f"host{rank}", 4096)
+    """Measures four hosts; returns the exit codes of ``order`` there, on two hosts and on four of
+    one name, and what it printed."""
+    ring = measure_hosts([f"host{host}" for host in range(world_size)], 4096)
     codes, printed = [], io.StringIO()
     for ranks_per_host in (1, 2):
         leave_group(rank, ranks_per_host)
@@ -244,14 +266,17 @@ def measured(rank: int, world_size: int, folder: Path) -> tuple[HostRing, list[i
         out = str(folder / f"{ranks_per_host}.json")
         with contextlib.redirect_stdout(printed):
             codes.append(main(["order", "-o", out, "--mib", "0.01"]))
-        if ranks_per_host == 1:
-            join_torchrun(TIMEOUT_S, out)
+        join_torchrun(TIMEOUT_S, out)
+    leave_group(rank, 1)
+    os.environ["RANK"], socket.gethostname = str(rank), lambda: "host"
+    codes.append(main(["order", "-o", str(folder / "one name.json")]))
     return ring, codes, printed.getvalue()
 
 
 def test_the_command_writes_an_order_that_ranks_join_in(tmp_path: Path) -> None:
     rings, codes, printed = zip(*run_ranks(measured, 4, tmp_path, timeout_s=TIMEOUT_S))
-    assert codes == ([0, 0],) * 4
+    assert codes == ([0, 0, 2],) * 4
+    assert not (tmp_path / "one name.json").exists()
     assert rings.count(rings[0]) == 4
     pair_ms = torch.tensor(rings[0].pair_ms_YY)
     assert torch.equal(pair_ms, pair_ms.T)

@@ -30,7 +30,7 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class HostRing:
-    """Times of hosts, which are numbered in the given order; milliseconds, none for few hosts.
+    """Milliseconds of hosts, which are numbered in the given order; none for fewer than four.
 
     Args:
         hosts: Names of the hosts in the given order.
@@ -67,8 +67,8 @@ class HostRing:
 
 def best_ring(pair_ms_YY: Sequence[Sequence[float]]) -> list[int]:
     """Returns a ring of hosts with a small sum of neighbours' times: the nearest neighbours from
-    host 0, then parts are reversed while that shortens the ring (2-opt). Of equal hosts the first
-    comes first."""
+    host 0, then parts are reversed while that shortens the ring (2-opt), for times that are equal
+    both ways. Of equal hosts the first comes first."""
     size, ring, improved = len(pair_ms_YY), [0], True
     while left := sorted(set(range(size)).difference(ring)):
         ring.append(min(left, key=lambda host: pair_ms_YY[ring[-1]][host]))
@@ -102,28 +102,26 @@ def tournament(num_hosts: int) -> list[list[int]]:
     return rounds
 
 
-def measure_hosts(pg: dist.ProcessGroup, host: str, num_bytes: int) -> HostRing:
+def measure_hosts(host_by_rank: Sequence[str], num_bytes: int) -> HostRing:
     """Measures pairs of hosts and the best ring of them. Collective; equal on all ranks.
 
-    The first rank of each host exchanges, on the CPU. Fewer than four hosts have one ring, which is
-    not measured.
+    The first rank of each host exchanges, on the CPU, by gloo in the default process group. Fewer
+    than four hosts have one ring, which is not measured.
 
     Args:
-        pg: Process group with gloo.
-        host: Name of this rank's host.
+        host_by_rank: Name of each rank's host.
         num_bytes: Bytes of each exchange.
     """
-    host_by_rank: list[str] = [""] * pg.size()
-    dist.all_gather_object(host_by_rank, host, group=pg)
     hosts = tuple(dict.fromkeys(host_by_rank))
     if len(hosts) < 4:
         return HostRing(hosts=hosts, num_bytes=num_bytes)
     leaders_Y = [host_by_rank.index(name) for name in hosts]
-    measure = partial(_exchange_ms, pg, leaders_Y, num_bytes)
+    measure = partial(_exchange_ms, leaders_Y, num_bytes)
     pair_ms_YY = pair_times(len(hosts), measure)
     ring = best_ring(pair_ms_YY)
     rings = [list(range(len(hosts))), ring]
-    times = measure([_successors(ring) for _ in range(1 + _ROUNDS) for ring in rings])[2:]
+    times = measure([_successors(ring) for _ in range(1 + _ROUNDS) for ring in rings])
+    times = times[2:]  # the first round connects, and is not counted
     given_ms, best_ms = (list(map(max, times[start::2])) for start in (0, 1))
     return HostRing(
         hosts=hosts,
@@ -149,14 +147,14 @@ def pair_times(
         num_hosts: Number of hosts.
         measure: Returns each host's time of each exchange, from the host that each host sends to.
     """
-    exchanges = list(tournament(num_hosts))  # the first connects, and is not counted
+    exchanges = tournament(num_hosts)  # the first connects, and is not counted
+    warmups = len(exchanges)
     for number in range(_ROUNDS):
         names = list(range(num_hosts))
         random.Random(number).shuffle(names)
         for partner_Y in tournament(num_hosts):
             exchanges.append([names[partner_Y[names.index(host)]] for host in range(num_hosts)])
     total_YY = [[0.0] * num_hosts for _ in range(num_hosts)]
-    warmups = len(tournament(num_hosts))
     for partner_Y, ms_Y in zip(exchanges[warmups:], measure(exchanges)[warmups:]):
         for host, other in enumerate(partner_Y):
             total_YY[host][other] += max(ms_Y[host], ms_Y[other])
@@ -167,28 +165,28 @@ def pair_times(
 
 
 def _exchange_ms(
-    pg: dist.ProcessGroup, leaders_Y: list[int], num_bytes: int, exchanges: list[list[int]]
+    leaders_Y: list[int], num_bytes: int, exchanges: list[list[int]]
 ) -> list[list[float]]:
     """Returns each host's time of each exchange, in which every host sends to one. Collective.
 
     Args:
-        pg: Process group with gloo.
         leaders_Y: First rank of each host.
         num_bytes: Bytes that a host sends.
         exchanges: The host that each host sends to; itself = it does not take part.
     """
-    rank, own_ms = pg.rank(), []
+    rank, own_ms = dist.get_rank(), []
     sent = torch.zeros(num_bytes, dtype=torch.uint8)
     received = torch.empty_like(sent)
     for to_Y in exchanges:
-        dist.barrier(group=pg)
+        dist.barrier()
         start_s = time.perf_counter()
         if rank in leaders_Y and to_Y[host := leaders_Y.index(rank)] != host:
-            receiving = dist.irecv(received, leaders_Y[to_Y.index(host)], group=pg)
-            dist.send(sent, leaders_Y[to_Y[host]], group=pg)
-            assert receiving is not None  # of a rank outside the group
-            receiving.wait()
+            receiving = dist.irecv(received, leaders_Y[to_Y.index(host)])
+            sending = dist.isend(sent, leaders_Y[to_Y[host]])
+            for work in (receiving, sending):  # a send to a host that died ends by the timeout
+                assert work is not None  # it is None outside the group
+                work.wait()
         own_ms.append((time.perf_counter() - start_s) * 1e3)
-    by_rank: list[list[float]] = [[] for _ in range(pg.size())]
-    dist.all_gather_object(by_rank, own_ms, group=pg)
+    by_rank: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, own_ms)
     return list(map(list, zip(*(by_rank[rank] for rank in leaders_Y))))

@@ -39,10 +39,11 @@ def agreed_rank(
         ConfigError: On all ranks, if they have different files, or the hosts are not the file's.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
-    store.set(f"{_PREFIX}of/{rank}", json.dumps(_told(file)))
+    store.set(f"{_PREFIX}of/{rank}", json.dumps(describe_rank(file)))
     if rank == 0:
         keys = [f"{_PREFIX}of/{number}" for number in range(world_size)]
-        store.wait(keys, timeout)
+        for key in keys:  # one by one, so that a timeout names the rank
+            store.wait([key], timeout)
         try:
             answer: dict[str, Any] = {"ranks": new_ranks([json.loads(store.get(k)) for k in keys])}
         except ConfigError as error:
@@ -56,11 +57,6 @@ def agreed_rank(
             store.wait([f"{_PREFIX}read/{number}" for number in range(world_size)], timeout)
         raise ConfigError(answer["refused"])
     return answer["ranks"][rank]
-
-
-def host_name() -> str:
-    """Name of this host in orders."""
-    return socket.gethostname()
 
 
 def new_ranks(told_W: Sequence[dict[str, Any]]) -> list[int]:
@@ -80,41 +76,52 @@ def new_ranks(told_W: Sequence[dict[str, Any]]) -> list[int]:
     order = told_W[0]["order"]
     if order is None:
         return list(range(len(told_W)))
-    places: dict[str, list[int]] = {host: [] for host in order}
-    for told in told_W:
-        places.setdefault(told["host"], []).append(told["place"])
-    differing = [host for host in places if host not in order or not places[host]]
+    places = host_places(told_W)
+    differing = [host for host in (*order, *places) if host not in order or host not in places]
     if differing:
         raise ConfigError(
             f"--rank-order: the file orders {', '.join(order)}, but this job "
-            f"{'has' if places[differing[0]] else 'lacks'} {differing[0]}; run `torchrec-picasso "
+            f"{'has' if differing[0] in places else 'lacks'} {differing[0]}; run `torchrec-picasso "
             "order` on the hosts at hand"
         )
     first_of, size = {}, 0
     for host in order:
-        if sorted(places[host]) != list(range(len(places[host]))):
-            raise ConfigError(
-                f"--rank-order: ranks of host {host} have LOCAL_RANK {sorted(places[host])}, "
-                f"expected 0 to {len(places[host]) - 1}; start them with torchrun, and give each "
-                "host a name of its own"
-            )
         first_of[host] = size
         size += len(places[host])
     return [first_of[told["host"]] + told["place"] for told in told_W]
+
+
+def host_places(told_W: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    """Returns the ``LOCAL_RANK`` of each host's ranks, by host, from what each rank told.
+
+    Raises:
+        ConfigError: If hosts have the same name, or a rank has no ``LOCAL_RANK``.
+    """
+    places: dict[str, list[int]] = {}
+    for told in told_W:
+        places.setdefault(told["host"], []).append(told["place"])
+    for host, found in places.items():
+        if sorted(found) != list(range(len(found))):
+            raise ConfigError(
+                f"order of hosts: ranks of host {host} have LOCAL_RANK {sorted(found)}, expected 0 "
+                f"to {len(found) - 1}; start them with torchrun, and give each host a name of its "
+                "own"
+            )
+    return places
 
 
 def _shown(order: list[str] | None) -> str:
     return "no order" if order is None else ", ".join(order)
 
 
-def _told(file: str | None) -> dict[str, Any]:
-    """Returns what a rank tells rank 0: host, number on it, and order of hosts or problem."""
+def describe_rank(file: str | None) -> dict[str, Any]:
+    """Returns what a rank tells the others: host, number on it, and order of hosts or problem."""
     try:
         order = None if file is None else _read_order(Path(file))
     except (OSError, ValueError) as error:
         return {"problem": f"{file}: {error}"}
-    place = os.environ.get("LOCAL_RANK", "")
-    return {"host": host_name(), "place": int(place) if place.isdigit() else -1, "order": order}
+    place = int(value) if (value := os.environ.get("LOCAL_RANK", "")).isdecimal() else -1
+    return {"host": socket.gethostname(), "place": place, "order": order}
 
 
 def _read_order(file: Path) -> list[str]:
