@@ -229,6 +229,21 @@ class HalvedLate(Model):
         return self.head(self.ebc(self.halve(batch)), batch)
 
 
+class PartHalving(nn.Module):
+    """Writes into micro-batches, and not into the whole batch."""
+
+    def forward(self, batch: Batch) -> KeyedJaggedTensor:
+        if batch.labels.size(0) < SAMPLES:
+            batch.labels.div_(2)
+        return _with_ids(batch.sparse_features, batch.sparse_features.values() * 1)
+
+
+class HalvedPart(HalvedLate):
+    def make(self) -> None:
+        super().make()
+        self.halve = PartHalving()
+
+
 class ByArray(Model):
     """State that no guard of a proof sees."""
 
@@ -352,6 +367,9 @@ PROGRAMS = {
     "batch written by a layer": _refused(Incremented, "writes in place"),
     "batch written later": Program(
         model=HalvedLate, numbers=(1, 2), refused=(1, 2), refusal="writes into the batch"
+    ),
+    "micro-batches written": Program(
+        model=HalvedPart, numbers=(1, 2), refused=(2,), refusal="writes into the batch"
     ),
     "written by a layer": _stale(Clamped),
     "attribute changed between steps": _stale(Salted, before_step=_salt),

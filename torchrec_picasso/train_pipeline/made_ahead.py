@@ -53,6 +53,10 @@ class _Step(BaseArgInfoStep):
         return self._made_ahead.input_of(self._name, arg)
 
 
+class WrittenBatchError(CompatError):
+    """The model wrote into a batch, or into a micro-batch, which is a view of it."""
+
+
 class MadeAhead:
     """The slices of the modules ``names``, which TorchRec does not pipeline; ``model`` is inside
     its wrapper. In training and in evaluation the slices of a module may differ."""
@@ -169,7 +173,7 @@ class MadeAhead:
                     raised = f"{node.meta['line']} raises {type(error).__name__}: {error}"
                     raise CompatError(raised) from error
                 if _described(tensors) != unwritten:  # the forward would write once more
-                    raise CompatError(
+                    raise WrittenBatchError(
                         f"{node.meta['line']} writes into the batch; write into a clone"
                     )
         made = results.values[found.input]
