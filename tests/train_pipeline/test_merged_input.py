@@ -214,8 +214,11 @@ class Incremented(Shifted):
 class LateHalving(nn.Module):
     """Writes into some batches, of which the first is none; the table's input stays the same."""
 
+    def is_due(self, batch: Batch) -> bool:
+        return int(batch.sparse_features.values()[0]) > 10
+
     def forward(self, batch: Batch) -> KeyedJaggedTensor:
-        if int(batch.sparse_features.values()[0]) > 10:
+        if self.is_due(batch):
             batch.labels.div_(2)
         return _with_ids(batch.sparse_features, batch.sparse_features.values() * 1)
 
@@ -229,13 +232,11 @@ class HalvedLate(Model):
         return self.head(self.ebc(self.halve(batch)), batch)
 
 
-class PartHalving(nn.Module):
+class PartHalving(LateHalving):
     """Writes into micro-batches, and not into the whole batch."""
 
-    def forward(self, batch: Batch) -> KeyedJaggedTensor:
-        if batch.labels.size(0) < SAMPLES:
-            batch.labels.div_(2)
-        return _with_ids(batch.sparse_features, batch.sparse_features.values() * 1)
+    def is_due(self, batch: Batch) -> bool:
+        return batch.labels.size(0) < SAMPLES
 
 
 class HalvedPart(HalvedLate):

@@ -282,8 +282,8 @@ def first_use_chunks(rows: UniqueRows, micro_batch_N: Tensor, num_micro_batches:
 def locate_rows(
     ids_U: Tensor, ranges: RowRanges, chunk_U: Tensor | None = None, num_chunks: int = 1
 ) -> LocatedRows:
-    """Puts distinct rows, ascending, in request order; without ``chunk_U`` all are in chunk 0. O(U
-    log(T W + H)) time, no host sync."""
+    """Puts distinct rows, ascending, in request order; without ``chunk_U`` all are in chunk 0.
+    O(U log(T W + H)) time, no host sync."""
     range_U = torch.searchsorted(ranges.end_R, ids_U, right=True)
     storage_row_U = ranges.shift_R.index_select(0, range_U).add_(ids_U)
     # One flag more than words have bits: all cold rows write to it.
