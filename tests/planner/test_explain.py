@@ -356,13 +356,6 @@ def test_bags_that_cannot_be_had_are_refused() -> None:
         planned_of(Model(), constraints=asked)
 
 
-def test_rows_by_host_are_not_asked_of_one_table() -> None:
-    asked = {"a": ParameterConstraints(cache_params=HotColdParams(form="node_rows"))}
-    why = "form='node_rows' was requested, which the planner chooses for whole modules; write it i"
-    with pytest.raises(PlanError, match=why):
-        planned_of(Model(), constraints=asked)
-
-
 _LINK = Curve.line(0.1, 0.0001)
 ON_HOSTS = dataclasses.replace(
     CommCurves.assumed(4, gbytes_per_s=0.00015, latency_ms=0.1, ranks_per_host=2),
@@ -430,6 +423,43 @@ def test_rows_go_directly_where_the_launcher_has_other_hosts(
     for num_places, form in ((4, "rows"), (2, "node_rows")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_places))
         assert _placed_on_hosts(of=Topology(4, "cpu"))[1] == {form}
+
+
+BY_HOST = ParameterConstraints(cache_params=HotColdParams(hot_rows=[2], form="node_rows"))
+
+
+@pytest.mark.parametrize("curves", [ON_HOSTS, None])
+@pytest.mark.parametrize("hot_rows", [None, dict.fromkeys(ROWS, 1)])
+def test_rows_go_by_host_where_that_is_requested(curves: Any, hot_rows: Any) -> None:
+    constraints = dict.fromkeys(ROWS, BY_HOST)
+    forms = _placed_on_hosts(constraints=constraints, curves=curves, hot_rows=hot_rows)[1]
+    assert forms == {"node_rows"}
+
+
+@pytest.mark.parametrize(
+    ("tables", "arguments", "told"),
+    [
+        (ROWS, {"of": Topology(4, "cpu")}, "'a', .* but all ranks are on one host, by LOCAL_WORLD"),
+        (ROWS, {"of": Topology(4, "cpu", local_world_size=1)}, "but each host has one rank, by LO"),
+        (ROWS, {"of": Topology(5, "cpu", local_world_size=2)}, "not numbered host by host, 2 on"),
+        (
+            ROWS,
+            {"sharder": AbleSharder(qcomm_codecs_registry=wire_codecs("fp16"))},
+            "but its sharder has a codec for rows; request form='rows'",
+        ),
+        ("a", {}, "'a' request form='node_rows', those of table 'c' of the same module do not; re"),
+    ],
+    ids=["one host", "hosts of one rank", "uneven hosts", "a codec", "one table"],
+)
+@pytest.mark.filterwarnings("ignore:curves of")
+def test_rows_by_host_that_cannot_be_had_are_refused(
+    tables: Any, arguments: dict[str, Any], told: str
+) -> None:
+    curves = None if "of" in arguments else ON_HOSTS
+    with pytest.raises(PlanError, match=told):
+        _placed_on_hosts(
+            constraints=dict.fromkeys(tables, BY_HOST), **{"curves": curves, **arguments}
+        )
 
 
 def test_sequences_never_take_bags() -> None:

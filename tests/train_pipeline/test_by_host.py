@@ -14,12 +14,28 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tests.sharding.jobs import ODD, PLAIN, Job, build, result_of
+from tests.sharding.jobs import (
+    ODD,
+    OPTIMIZERS,
+    PLAIN,
+    Job,
+    Model,
+    build,
+    load_whole,
+    params_of,
+    result_of,
+)
 from tests.support.hosts import pretend_hosts
+from tests.support.placing import distribute
 from tests.support.shared_run import run_once
 from tests.train_pipeline import runs
 from tests.train_pipeline.test_exactness import NUM_STEPS, Case, draw_case
+from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_planner
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.exchange.all_to_all import Ranks
 
@@ -70,11 +86,32 @@ def _train(rank: int, world_size: int, hosts: tuple[int, int]) -> dict[Any, runs
             found[name, kind] = result_of(model, []), outputs
         for setting in SETTINGS_OF[hosts]:
             found[name, setting] = runs.train_job(job, setting, rank, world_size)
+    if hosts == (2, 2):
+        model, batches = _planned(ROWS, world_size), runs.batches_of(ROWS, rank, range(5))
+        outputs = runs.run_to_the_end(runs.pipeline_of(model), iter(batches))
+        found["planned"] = result_of(model, []), outputs
     job = JOBS[NAMES_OF[hosts][0]]
     found["SparseDist"] = runs.train_job(job, None, rank, world_size)
     with _often_late(rank):
         found["late"] = runs.train_job(job, (4, True), rank, world_size)
     return found
+
+
+def _planned(job: Job, world_size: int) -> DistributedModelParallel:
+    """The job's model as the planner places it, whose constraints request rows by host."""
+    model, sharder = Model(job), HotColdEmbeddingBagCollectionSharder()
+    start = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    optimizer = OPTIMIZERS[job.optimizer]
+    apply_optimizer_in_backward(optimizer, model.ebc.parameters(), job.optimizer_kwargs)
+    constraints = {
+        table.name: ParameterConstraints(cache_params=params_of(1, table.rows, 0, by_host=True))
+        for table in job.tables
+    }
+    planner = hot_cold_planner(Topology(world_size, "cpu"), constraints=constraints)
+    plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
+    sharded = distribute(model, plan.plan, [sharder])
+    load_whole(sharded, start)
+    return sharded
 
 
 @contextmanager
@@ -105,6 +142,12 @@ def test_every_driver_trains_as_stock(hosts: tuple[int, int]) -> None:
     for name in names:
         runs.compare_runs(by_rank, (name, "plain"), (name, "stock"))
     runs.compare_runs(by_rank, "SparseDist", (names[0], "plain"), rtol=0, atol=0)
+
+
+def test_rows_by_host_may_be_requested_of_the_planner() -> None:
+    by_rank = _trained((2, 2))
+    runs.compare_runs(by_rank, "planned", ("hot", "stock"))
+    assert all(of_rank["planned"][0].replicas for of_rank in by_rank)
 
 
 @pytest.mark.parametrize("hosts", NAMES_OF)

@@ -91,6 +91,12 @@ class StepPricer:
         dense_bytes = 2 * (world_size - 1) / world_size * self.dense.parameter_bytes
         self.reduce = self.message("all_reduce", dense_bytes)
 
+    @property
+    def prices_hosts(self) -> bool:
+        """Whether rows by host have a price: their exchanges were measured on fewer ranks of a host
+        than these."""
+        return self.curves.has_levels and self.curves.ranks_per_host < self.world_size
+
     def with_local(self, local: LocalCosts) -> StepPricer:
         """Returns a pricer for a core of other local costs."""
         curves = replace(self.curves, local=local)

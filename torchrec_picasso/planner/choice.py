@@ -259,8 +259,9 @@ def price_plan(
         return len({pack_key(forms[i], 0, x.dim, x.element_bytes) for i, x in loads.items()})
 
     bags = [i for i in sorted(forms) if forms[i] == "bags"]
-    hosts = [i for i in sorted(forms) if forms[i] == "node_rows"]
-    direct = [i for i in sorted(forms) if forms[i] != "node_rows"]
+    # requested rows by host are priced as sent directly by curves that are not of several hosts
+    hosts = [i for i in sorted(forms) if forms[i] == "node_rows" and pricer.prices_hosts]
+    direct = [i for i in sorted(forms) if i not in hosts]
     totals, by_host, sent = totals_of(direct), None, [stock.sent_bytes]
     if direct:
         sent.append(exchange_bytes(totals, world_size, num_packs(direct)))

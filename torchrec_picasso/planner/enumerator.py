@@ -36,6 +36,7 @@ from torchrec_picasso.planner.table_info import (
     dense_bytes_of,
     table_info,
     why_no_hosts,
+    why_no_levels,
 )
 
 
@@ -176,7 +177,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self, options_by_path: Mapping[TablePath, list[ShardingOption]]
     ) -> dict[TablePath, TableInfo]:
         """Collects the information about each table whose sharder supports hot/cold tables."""
-        found, no_hosts = {}, why_no_hosts(self._curves, self._topology)
+        found, on = {}, (self._curves, self._topology)
         for key, options in options_by_path.items():
             sharder = self.sharder_map[options[0].module_type_key]
             constraint = (self._constraints or {}).get(key[1])
@@ -188,7 +189,8 @@ class HotColdEnumerator(EmbeddingEnumerator):
                     sharder=sharder,
                     device_type=self._compute_device,
                     constrained_types=constraint.sharding_types if constraint else None,
-                    no_hosts=no_hosts,
+                    no_hosts=why_no_hosts(*on),
+                    no_levels=why_no_levels(*on),
                 )
         return found
 

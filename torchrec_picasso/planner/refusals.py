@@ -55,6 +55,7 @@ def check_request(
         )
     for key, table_info in tables.items():
         _check_table(options_by_path[key], table_info, hot_rows)
+    _check_hosts(tables, hot_rows)
     if isinstance(hot_rows, Integral):
         _check_total(options_by_path, tables, int(hot_rows))
 
@@ -97,6 +98,24 @@ def _check_table(
         raise PlanError(
             f"{source} table {name!r}, which cannot have hot rows: "
             f"{table.no_hot_rows.what}; {table.no_hot_rows.instead}, or request 0 rows of it"
+        )
+
+
+def _check_hosts(
+    tables: Mapping[TablePath, TableInfo], hot_rows: int | Mapping[str, int] | None
+) -> None:
+    """Refuses rows by host of one table and another exchange for a table of the same module."""
+    by_host: dict[str, str] = {}
+    direct: dict[str, str] = {}
+    for (path, name), table in tables.items():
+        may_be = not isinstance(hot_rows, Mapping) or name in hot_rows
+        if table.not_hot_cold is None and (may_be or table.required is not None):
+            (by_host if "node_rows" in table.forms else direct)[path] = name
+    for path in by_host.keys() & direct.keys():
+        raise PlanError(
+            f"the constraints of table {by_host[path]!r} request form='node_rows', those of table "
+            f"{direct[path]!r} of the same module do not; request it of all hot/cold tables of a "
+            "module, or of none"
         )
 
 

@@ -28,9 +28,10 @@ from torchrec_picasso._torchrec import optimizer_multiplier
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.cost.table_work import TableLoad
+from torchrec_picasso.exchange import by_host
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.frequency.collect import table_configs
-from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.placement import Form, HotColdParams
 from torchrec_picasso.planner.choice import TableInfo
 from torchrec_picasso.planner.hot_options import offered_options, optimizer_class
 from torchrec_picasso.storage.exactness import (
@@ -51,10 +52,6 @@ _USE_ROWS = "request form='rows'"
 _NO_REPLICAS = Refusal(
     what="form='bags' was requested, and owner-pooled tables have no replicas", instead=_USE_ROWS
 )
-_NOT_ALONE = Refusal(
-    what="form='node_rows' was requested, which the planner chooses for whole modules",
-    instead=f"write it into the finished plan, or {_USE_ROWS}",
-)
 _BYTES_PER_MS_TO_GB_PER_S = 1e-6
 
 
@@ -67,19 +64,20 @@ def table_info(
     device_type: str,
     constrained_types: Collection[str] | None,
     no_hosts: str | None,
+    no_levels: str | None,
 ) -> TableInfo:
     """Builds the information about one table whose sharder supports hot/cold tables; ``no_hosts``
-    is the result of :func:`why_no_hosts`."""
+    and ``no_levels`` are results of :func:`why_no_hosts` and :func:`why_no_levels`."""
     first = options[0]
     # the module may wrap a collection
     configs = (config for _, config in table_configs(first.module[1]))
     config = next(config for config in configs if config.name == first.name)
     params = _fused_params(first, getattr(sharder, "fused_params", None))
     required = first.cache_params if isinstance(first.cache_params, HotColdParams) else None
-    is_pooled_by_owner = required is not None and required.form == "bags"
-    not_hot_cold = _why_not_hot_cold(options, config, params, is_pooled_by_owner, device_type)
-    if required is not None and required.form == "node_rows":
-        not_hot_cold = _NOT_ALONE
+    form: Form = required.form if required is not None else "rows"
+    no_hosts = no_hosts or _why_no_host_exchange(sharder)
+    no_form = {"bags": _why_no_bags(options), "node_rows": no_hosts}.get(form)
+    not_hot_cold = _why_not_hot_cold(options, config, params, form, no_form, device_type)
     no_hot_rows, is_only_hot_cold = None, required is not None
     if not isinstance(params, Refusal):
         no_hot_rows = why_no_hot_rows(params, data_type=config.data_type)
@@ -88,9 +86,9 @@ def table_info(
     return TableInfo(
         load=_load(options, config, stats, batch_size),
         not_hot_cold=not_hot_cold,
-        no_hot_rows=_NO_REPLICAS if is_pooled_by_owner else no_hot_rows,
+        no_hot_rows=_NO_REPLICAS if form == "bags" else no_hot_rows,
         no_bags=_why_no_bags(options),
-        no_hosts=no_hosts or _why_direct(required, sharder),
+        no_hosts=no_hosts or no_levels if required is None else f"{form=} was requested",
         required=required,
         stock_types=() if is_only_hot_cold else _stock_types(options, constrained_types),
     )
@@ -131,14 +129,15 @@ def _why_not_hot_cold(
     options: Sequence[ShardingOption],
     config: BaseEmbeddingConfig,
     params: dict[str, Any] | Refusal,
-    is_pooled_by_owner: bool,
+    form: Form,
+    no_form: str | None,
     device_type: str,
 ) -> Refusal | None:
     """Returns the first reason why a table cannot be hot/cold: its kind of rows, its options, its
-    settings, the exchange that the user requires, its memory."""
+    settings, the exchange that the user requires (``no_form``), its memory."""
     if (refusal := why_not_its_rows(config)) is not None:
         return refusal
-    offered = offered_options(options, "bags" if is_pooled_by_owner else "rows")
+    offered = offered_options(options, form)
     if not offered:
         return NOT_OFFERED
     if isinstance(params, Refusal):
@@ -146,8 +145,8 @@ def _why_not_hot_cold(
     refusal = why_not_exact(params, data_type=config.data_type, device_type=device_type)
     if refusal is not None:
         return refusal
-    if is_pooled_by_owner and (reason := _why_no_bags(options)) is not None:
-        return Refusal(what=f"form='bags' was requested, but {reason}", instead=_USE_ROWS)
+    if no_form is not None:
+        return Refusal(what=f"{form=} was requested, but {no_form}", instead=_USE_ROWS)
     refusal = why_no_memory(offered[0].compute_kernel, options[0].tensor.shape[1])
     if refusal is not None:
         return Refusal(what=f"it {refusal.what}", instead=refusal.instead)
@@ -193,22 +192,37 @@ def _why_no_bags(options: Sequence[ShardingOption]) -> str | None:
 
 
 def why_no_hosts(curves: CommCurves, topology: Topology) -> str | None:
-    """Returns the reason why rows cannot travel by host; ``None`` = they can. A topology of one
-    host, TorchRec's default, says nothing of hosts; ``LOCAL_WORLD_SIZE`` does where it is set."""
-    places, size, device = curves.ranks_per_host, topology.world_size, topology.compute_device
-    if not curves.has_levels or device != "cpu":
+    """Returns the reason why rows cannot travel by host; ``None`` = they can."""
+    if topology.compute_device != "cpu":
+        return "rows by host are built and tested for the CPU with gloo"
+    places = _ranks_per_host(curves, topology)
+    told = by_host.why_no_hosts([(places, r % places) for r in range(topology.world_size)])
+    return told and f"{told}, by LOCAL_WORLD_SIZE or the topology's local_world_size"
+
+
+def why_no_levels(curves: CommCurves, topology: Topology) -> str | None:
+    """Returns the reason why rows by host have no price; ``None`` = they have one."""
+    if not curves.has_levels:
         return "the curves have no times inside and across hosts"
-    launched = os.environ.get("LOCAL_WORLD_SIZE", str(places))
-    fits = topology.local_world_size in (places, size) and launched == str(places)
-    if not fits or size % places or size == places:
-        return f"the curves are of {places} ranks per host, unlike the topology or this launch"
-    return None
+    places = curves.ranks_per_host
+    if topology.local_world_size in (places, topology.world_size) and places == _ranks_per_host(
+        curves, topology
+    ):
+        return None
+    return f"the curves are of {places} ranks per host, unlike the topology or this launch"
 
 
-def _why_direct(required: HotColdParams | None, sharder: ModuleSharder[nn.Module]) -> str | None:
-    """Returns the reason why a table's rows are exchanged directly; ``None`` = by host, too."""
-    if required is not None:
-        return f"form={required.form!r} was requested"
+def _ranks_per_host(curves: CommCurves, topology: Topology) -> int:
+    """Returns the ranks of each host: those of this launch, else of the topology, else of the
+    curves, since a topology of one host, TorchRec's default, says nothing of hosts."""
+    if (launched := os.environ.get("LOCAL_WORLD_SIZE", "")).isdigit():
+        return max(1, int(launched))
+    planned = topology.local_world_size
+    return curves.ranks_per_host if planned == topology.world_size else planned
+
+
+def _why_no_host_exchange(sharder: ModuleSharder[nn.Module]) -> str | None:
+    """Returns the reason why a sharder's tables are exchanged directly; ``None`` = by host, too."""
     codecs = sharder.qcomm_codecs_registry or {}
     if codecs.get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name) is not None:
         return "its sharder has a codec for rows"
