@@ -7,7 +7,8 @@ Two CPU ranks train an EmbeddingCollection of one table: `--samples` histories o
 with a vector, so what a step holds is the tables' own: at the least the output and its gradient,
 lookups x dim x 4 bytes each. torch's profiler records each allocation of the whole process from
 before the model is built; the peak is the most that is held at once after the first steps, weights
-and optimizer state included. Predicted is what the planner says of steps with lookahead. Sources
+and optimizer state included. Predicted is what the planner says of steps with lookahead. With
+`--ranks-per-host` the ranks pretend to be on hosts, and the rows of ours travel by host. Sources
 are the innermost functions of torchrec, torchrec_picasso, or this file, that allocated what is held
 at the peak; of micro-batches only operators are recorded.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import time
 from collections import Counter
@@ -45,6 +47,7 @@ from benchmarks.command import add_numbers, command_parser
 from torchrec_picasso import (
     FrequencyStats,
     HotColdEmbeddingCollectionSharder,
+    HotColdParams,
     InterleavedTrainPipeline,
     hot_cold_planner,
 )
@@ -107,14 +110,21 @@ def make_pipeline(
     torch.manual_seed(0)
     model = Sequences(sizes.rows, sizes.dim, sizes.history)
     apply_optimizer_in_backward(RowWiseAdagrad, model.items.parameters(), {"lr": 0.05})
-    topology = Topology(world_size=world_size, compute_device="cpu")
+    places = sizes.ranks_per_host
+    topology = Topology(world_size=world_size, compute_device="cpu", local_world_size=places)
     kind, *setting = variant.split(":")
     planner: Any
     if kind == "ours":
         sharders: list[Any] = [HotColdEmbeddingCollectionSharder()]
         stats = FrequencyStats.collect(make_batches(world_size, sizes), model)
+        params = HotColdParams(form="node_rows" if places else "rows")
         planner = hot_cold_planner(
-            topology, stats, hot_rows=0, batch_size=sizes.samples, debug=False
+            topology,
+            stats,
+            hot_rows={"t": sizes.hot_rows},
+            constraints={"t": ParameterConstraints(cache_params=params)},
+            batch_size=sizes.samples,
+            debug=False,
         )
     else:
         sharders = [_Stock()]
@@ -143,8 +153,8 @@ def make_pipeline(
 
 def _predicted(decision: Decision, num_parts: int) -> list[float]:
     """Returns the predicted memory of each rank in that number of micro-batches."""
-    summary, without_hot_rows = summarize(decision), [0] * len(decision.works)
-    buffers = hot_cold_memory_bytes(decision.works, without_hot_rows, num_parts)["buffers"]
+    summary, tables = summarize(decision), zip(decision.works, decision.num_hot, decision.forms)
+    buffers = hot_cold_memory_bytes(tables, num_parts)["buffers"]
     planned = summary["memory_bytes"]["buffers"]
     return [rank["memory_bytes"] - planned + buffers for rank in summary["ranks"]]
 
@@ -157,6 +167,8 @@ class _Stock(EmbeddingCollectionSharder):
 def measure(rank: int, world_size: int, variant: str, sizes: argparse.Namespace) -> dict[str, Any]:
     """Trains some steps; returns the most bytes held in the last ones, by source. Collective."""
     torch.set_num_threads(1)
+    if places := sizes.ranks_per_host:
+        os.environ |= {"LOCAL_WORLD_SIZE": str(places), "LOCAL_RANK": str(rank % places)}
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, with_stack="4" not in variant
     ) as found:
@@ -269,6 +281,8 @@ def _parser() -> argparse.ArgumentParser:
         ("--dim", 256, 1, "columns of the table"),
         ("--rows", 100_000, 1, "rows of the table"),
         ("--ranks", 2, 1, "ranks"),
+        ("--ranks-per-host", 0, 0, "ranks of a host, if rows of ours travel by host; else 0"),
+        ("--hot-rows", 0, 0, "hot rows of ours"),
     )
     return parser
 

@@ -28,7 +28,7 @@ from torchrec_picasso.cost.stock import (
     max_over_mean,
     stock_cost,
 )
-from torchrec_picasso.cost.table_work import TableLoad, TableWork
+from torchrec_picasso.cost.table_work import HOT_ROW_BYTES, TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
 
@@ -124,12 +124,12 @@ def test_ranks_get_as_many_lookups_whatever_rows_they_repeat() -> None:
 
 def test_memory_counts_homes_replicas_and_state() -> None:
     work = TableWork(load(optimizer_share=0.5), world_size=2)
-    memory = hot_cold_memory_bytes([work], [3])
+    memory = hot_cold_memory_bytes([(work, 3, "rows")])
     assert memory["home"] == pytest.approx(50 * 16 * 4 * 1.5)
-    assert memory["replica"] == pytest.approx(3 * 16 * 4 * 1.5)
+    assert memory["replica"] == pytest.approx(3 * (16 * 4 * 1.5 + HOT_ROW_BYTES))
     assert memory["optimizer"] == pytest.approx(53 * 16 * 4 * 0.5)
     wide = TableWork(load(dim=256), world_size=2)
-    whole, cut = (hot_cold_memory_bytes([wide], [0], num_parts)["buffers"] for num_parts in (1, 4))
+    whole, cut = (hot_cold_memory_bytes([(wide, 0, "rows")], k)["buffers"] for k in (1, 4))
     assert 0 < cut < whole  # gradients of outputs are those of one micro-batch
 
 

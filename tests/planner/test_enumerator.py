@@ -16,6 +16,7 @@ from torchrec.distributed.types import CacheAlgorithm, CacheParams
 
 from tests.planner.samples import DIM, AbleSharder, Model, stats, topology
 from tests.sharding.jobs import RowWiseOnCpuSharder
+from torchrec_picasso.cost.table_work import HOT_ROW_BYTES
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.enumerator import HotColdEnumerator
@@ -155,6 +156,7 @@ def test_replicas_are_charged_to_every_shard(
     model = Model()
     if optimizer is not None:
         apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
+    bytes_per_row += HOT_ROW_BYTES
     without = row_wise_option({"b": 0}, model, device)
     half = row_wise_option({"b": 50}, model, device)
     assert replica_bytes(half) == 50 * bytes_per_row

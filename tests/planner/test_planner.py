@@ -42,7 +42,7 @@ from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_plan
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost import CommCurves, LocalCosts
 from torchrec_picasso.cost.local import PhaseCost, SideCosts
-from torchrec_picasso.cost.table_work import TableLoad
+from torchrec_picasso.cost.table_work import HOT_ROW_BYTES, TableLoad
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner.choice import TableInfo
@@ -98,7 +98,7 @@ def test_replicas_that_do_not_fit_are_refused_by_the_planner() -> None:
 
     assert hot_rows_of(plan(0))["b"] == []
     message = (
-        r"on rank 0, .* table 'b' with [\d,]+, 3,200 of them replicas\. .* at least [\d,]+, or "
+        r"on rank 0, .* table 'b' with [\d,]+, 9,600 of them replicas\. .* at least [\d,]+, or "
         r"request at most \d+ hot rows instead of 100"
     )
     with pytest.raises(PlanError, match=message) as caught:
@@ -136,7 +136,7 @@ def test_home_blocks_of_equal_load_give_way_to_memory() -> None:
 def test_replicas_of_uvm_homes_must_fit_in_hbm() -> None:
     in_uvm = {name: ParameterConstraints(compute_kernels=["fused_uvm"]) for name in ROWS}
     constraints = {**in_uvm, "b": ParameterConstraints(["row_wise"], ["fused_uvm"])}
-    capacity = 4 * DIM * ROWS["b"]  # less than the home of b and its replicas together
+    capacity = (4 * DIM + HOT_ROW_BYTES) * ROWS["b"]  # of the replicas of b, but for the batch
 
     def plan(hot_rows: int, ddr_cap: int) -> ShardingPlan:
         devices = Topology(world_size=2, compute_device="cuda", hbm_cap=capacity, ddr_cap=ddr_cap)
@@ -150,7 +150,7 @@ def test_replicas_of_uvm_homes_must_fit_in_hbm() -> None:
     assert fits.plan["pooled"]["b"].compute_kernel == "fused_uvm"
     assert hot_rows_of(fits)["b"] == list(range(ROWS["b"] // 2))
     message = (
-        r"bytes of hbm on rank 0.* 3,200 of them replicas\. .* hbm_cap of .* at least [\d,]+, or re"
+        r"bytes of hbm on rank 0.* 9,600 of them replicas\. .* hbm_cap of .* at least [\d,]+, or re"
     )
     with pytest.raises(PlanError, match=message):
         plan(ROWS["b"], homes_alone)

@@ -7,7 +7,7 @@ all-reduce of hot rows' gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torchrec_picasso.batches.split import micro_batch_sizes
@@ -35,6 +35,9 @@ micro-batches. Two or three matrices with their slack, and rows that are being s
 _LOOKUP_BYTES = (100, 170)
 """Of ids and positions, per lookup, in the same two cases. Predictions of sequences and of pooled
 tables are within 10 % of measured peaks (``benchmarks.sequence_memory``, docs/dev/log.md)."""
+_RELAYED, _RELAYED_BYTES = 1.125, 100
+"""Of relays: vectors held per row that one asks home ranks for, and per gradient that it sums, both
+in buffers with their slack; bytes of positions per row that it is asked for."""
 _SAMPLES = 1000  # of which micro-batches have shares
 
 
@@ -277,22 +280,29 @@ def _id_bytes(totals: HotColdTotals) -> int:
 
 
 def hot_cold_memory_bytes(
-    works: Sequence[TableWork], num_hot: Sequence[float], num_parts: int = 1
+    tables: Iterable[tuple[TableWork, float, Form]], num_parts: int = 1
 ) -> dict[str, float]:
-    """Predicts the bytes of hot/cold tables per rank: weights and optimizer state in ``home`` and
-    ``replica``, the optimizer state in both, and ``buffers`` of a step in ``num_parts``
-    micro-batches with lookahead: rows, output, and their gradients."""
+    """Predicts the bytes of hot/cold tables per rank; each has its number of hot rows and its form.
+
+    ``home`` and ``replica`` are weights and optimizer state, ``optimizer`` the state of both, and
+    ``buffers`` those of a step in ``num_parts`` micro-batches with lookahead: rows, output, and
+    their gradients, those that a relay passes on included."""
     home = replica = optimizer = buffers = 0.0
     sizes_K = micro_batch_sizes(_SAMPLES, num_parts)
     matrices, lookup_bytes = _MATRICES[num_parts > 1], _LOOKUP_BYTES[num_parts > 1]
     with_gradient = 1 + max(sizes_K) / _SAMPLES
-    for work, hot in zip(works, num_hot):
+    for work, hot, form in tables:
         load = work.load
         at_home = load.num_embeddings / work.world_size
         home += at_home * load.row_bytes
-        replica += hot * load.row_bytes
+        replica += hot * load.replica_bytes
         state_bytes = load.row_bytes * (load.optimizer_share / (1 + load.optimizer_share))
         optimizer += (at_home + hot) * state_bytes
         vectors = matrices * work.unique + with_gradient * load.bags
-        buffers += vectors * load.dim * _WIRE_BYTES + load.lookups * lookup_bytes
+        buffers += load.lookups * lookup_bytes
+        if form == "node_rows":
+            relayed = HotColdTotals.from_table(work, hot, form)
+            vectors += _RELAYED * (relayed.crossing + relayed.cold)
+            buffers += relayed.cold * _RELAYED_BYTES
+        buffers += vectors * load.dim * _WIRE_BYTES
     return {"home": home, "replica": replica, "optimizer": optimizer, "buffers": buffers}

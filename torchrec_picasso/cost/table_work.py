@@ -21,6 +21,11 @@ from torchrec_picasso.frequency.spectrum import CountSpectrum
 
 _T = TypeVar("_T", bound="Summable")
 
+HOT_ROW_BYTES = 64
+"""Of a hot row on each rank, beside its replica: two ranges of ids of 18 bytes
+(``ops/row_order.py``), linear id, home rank and home row, 8 each, and the uses of the replica, 4.
+A hot row behind another one needs a single range."""
+
 
 class Summable:
     """Base of dataclasses of numbers, or of numbers by name, that are summed field by field."""
@@ -67,6 +72,11 @@ class TableLoad:
     def row_bytes(self) -> float:
         """Bytes of a row, including its optimizer state."""
         return self.dim * self.element_bytes * (1 + self.optimizer_share)
+
+    @property
+    def replica_bytes(self) -> float:
+        """Bytes of a replica, including its optimizer state and what says where it is."""
+        return self.row_bytes + HOT_ROW_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

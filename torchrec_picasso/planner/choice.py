@@ -330,7 +330,7 @@ def _frequent_rows(
     order_G = np.argsort(-chance_G, kind="stable")
     order_G = order_G[chance_G[order_G] >= least_chance]
     rows_G, table_G = rows_G[order_G], table_G[order_G]
-    row_bytes_G = np.array([work.load.row_bytes for work in works])[table_G]
+    row_bytes_G = np.array([work.load.replica_bytes for work in works])[table_G]
     # bytes that are left before each group; a group that does not fit is taken in part
     left_bytes_G = budget_bytes - np.cumsum(rows_G * row_bytes_G) + rows_G * row_bytes_G
     taken_G = np.floor(np.clip(left_bytes_G / row_bytes_G, 0.0, rows_G))

@@ -115,7 +115,7 @@ def _homes(
     if not works:
         return None
     loads = [_row_loads(work, hot_sets, stats) for work in works]
-    replicas = sum(hot_sets[work.load.name].numel() * work.load.row_bytes for work in works)
+    replicas = sum(hot_sets[work.load.name].numel() * work.load.replica_bytes for work in works)
     return balance_homes(loads, world_size, max(0.0, budget_bytes - replicas))
 
 

@@ -42,9 +42,9 @@ def summarize(decision: Decision) -> dict[str, Any]:
     mean, of stock ``row_wise`` (lookups) and ``table_wise`` (bags) too.
     """
     step, homes, curves = decision.step, decision.homes, decision.curves
-    chosen = [index for index, form in enumerate(decision.forms) if form]
-    works = [decision.works[index] for index in chosen]
-    num_hot = [decision.num_hot[index] for index in chosen]
+    plan = zip(decision.works, decision.num_hot, decision.forms)
+    chosen = [(work, num_hot, form) for work, num_hot, form in plan if form]
+    memory = hot_cold_memory_bytes(chosen, step.num_micro_batches)
     summary: dict[str, Any] = {
         "world_size": decision.world_size,
         "batch_size": decision.batch_size,
@@ -61,10 +61,10 @@ def summarize(decision: Decision) -> dict[str, Any]:
         "sent_bytes": sum(decision.sent_bytes.values()),
         "priced_ms": dict(decision.priced_ms),
         **{"stock_ms": None, "stock_sent_bytes": None, "speedup": None},
-        "memory_bytes": hot_cold_memory_bytes(works, num_hot, step.num_micro_batches),
+        "memory_bytes": memory,
         "home_max_over_mean": homes.max_over_mean if homes is not None else None,
         "even_home_max_over_mean": homes.even_max_over_mean if homes is not None else None,
-        "ranks": (ranks := _ranks(decision)),
+        "ranks": (ranks := _ranks(decision, memory)),
         "busiest_over_mean": _busiest_over_mean(decision, ranks),
         "curves": curves.mismatch(world_size=decision.world_size, device=curves.device)
         or "of this world size",
@@ -76,8 +76,9 @@ def summarize(decision: Decision) -> dict[str, Any]:
     return summary
 
 
-def _ranks(decision: Decision) -> list[dict[str, float]]:
-    """Predicts what each rank serves, sends and stores for hot/cold tables in one step."""
+def _ranks(decision: Decision, memory: Mapping[str, float]) -> list[dict[str, float]]:
+    """Predicts what each rank serves, sends and stores for hot/cold tables in one step; ``memory``
+    are the means over ranks."""
     world_size, homes = decision.world_size, decision.homes
     num_hot, forms = decision.num_hot, decision.forms
     works = [(i, work) for i, work in enumerate(decision.works) if forms[i]]
@@ -86,9 +87,6 @@ def _ranks(decision: Decision) -> list[dict[str, float]]:
     load_W = homes.load_W if homes is not None else (even / world_size,) * world_size
     all_bytes = sum(load_W) * _WIRE_BYTES  # of the rows that a rank requests, its own included
     others = sum(decision.sent_bytes.values()) - 2 * all_bytes * (world_size - 1) / world_size
-    parts = decision.step.num_micro_batches
-    each = [work for _, work in works]
-    memory = hot_cold_memory_bytes(each, [num_hot[i] for i, _ in works], parts)
     found = []
     for rank, load in enumerate(load_W):
         served = load * _WIRE_BYTES * (world_size - 1)  # rows to other ranks
@@ -132,7 +130,8 @@ def why_nothing_is_hot_cold(decision: Decision) -> str | None:
 def _line(decision: Decision, index: int) -> dict[str, Any]:
     work, form, num_hot = decision.works[index], decision.forms[index], decision.num_hot[index]
     load, split = work.load, work.split(num_hot)
-    memory, placement = hot_cold_memory_bytes([work], [num_hot]), decision.placements[index]
+    memory = hot_cold_memory_bytes([(work, num_hot, form or "rows")])
+    placement = decision.placements[index]
     return {
         "table": load.name,
         "rows": load.num_embeddings,

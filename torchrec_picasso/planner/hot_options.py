@@ -19,6 +19,7 @@ from torchrec.distributed.types import CacheParams
 
 from torchrec_picasso._torchrec import optimizer_multiplier
 from torchrec_picasso.cost.stock import StockCost
+from torchrec_picasso.cost.table_work import HOT_ROW_BYTES
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import SHARDING_TYPE_OF, Form, HotColdParams
 from torchrec_picasso.planner.home_blocks import filled_blocks
@@ -82,16 +83,17 @@ def optimizer_class(option: ShardingOption) -> type | None:
 
 
 def replica_bytes(option: ShardingOption) -> int:
-    """Computes the bytes of one rank's replicas, with optimizer state as TorchRec estimates it in
-    ``planner/shard_estimators.py``, ``_calculate_optimizer_sizes``."""
+    """Computes the bytes of one rank's replicas, and of what says where they are; optimizer state
+    as TorchRec estimates it in ``planner/shard_estimators.py``, ``_calculate_optimizer_sizes``."""
     if not isinstance(option.cache_params, HotColdParams):
         return 0
     shape = option.tensor.shape
     row_bytes = option.tensor.element_size() * shape[1]
     # rounded up after the sum over rows, like TorchRec's estimate
-    weight_bytes = option.cache_params.num_hot_rows * row_bytes
+    num_hot = option.cache_params.num_hot_rows
+    weight_bytes = num_hot * row_bytes
     state_share = optimizer_multiplier(optimizer_class(option), shape)
-    return weight_bytes + math.ceil(weight_bytes * state_share)
+    return weight_bytes + math.ceil(weight_bytes * state_share) + num_hot * HOT_ROW_BYTES
 
 
 def add_replica_storage(options: list[ShardingOption], compute_device: str) -> None:

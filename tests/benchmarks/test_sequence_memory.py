@@ -1,0 +1,18 @@
+"""The predicted memory of a step is what ranks hold: hot rows, and relays of rows by host."""
+
+import pytest
+
+from benchmarks.sequence_memory import _parser, measure
+from torchrec_picasso.app.launch.run_ranks import run_ranks
+
+SIZES = "--samples 256 --history 64 --dim 16 --rows 40000"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"), [(4, "--ranks-per-host 2"), (2, "--hot-rows 20000")]
+)
+def test_ranks_hold_what_is_predicted(num_ranks: int, options: str) -> None:
+    sizes = _parser().parse_args(f"{SIZES} {options}".split())
+    ranks = run_ranks(measure, num_ranks, "ours:1:ahead", sizes, timeout_s=300)
+    peaks = [rank["peak_bytes"] for rank in ranks]
+    assert ranks[0]["predicted_bytes"] == pytest.approx(peaks, rel=0.1)
