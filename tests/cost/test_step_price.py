@@ -321,18 +321,21 @@ def test_lookups_are_read_and_bags_are_written_as_often_as_in_a_real_module(pool
         assert rows.pool_ms == bags.bag_pool_ms == pytest.approx(count * 1e-6)
 
 
-def test_stock_alone_hides_its_ids_only() -> None:
+def test_stock_alone_hides_its_ids_only_and_in_backward() -> None:
     works = [work(0.6) for _ in range(20)]
-    curves = network()
+    curves = network(core_ns=1.0)
     stock = stock_cost("table_wise", works, curves, 2)
     dense = DenseTimes.from_total(50.0, parameter_bytes=1e6)
     price = StepPricer(curves, 2, dense).price(HotColdTotals(), stock)
     reduce_ms = curves.ms("all_reduce", 1e6)
-    assert price.step_ms == pytest.approx(stock.exposed_ms + 50 + reduce_ms)
+    core_ms = curves.core_ns_per_byte * stock.sent_bytes["ids"] * 1e-6
+    assert 0 < core_ms < stock.ids_wire_ms
+    assert price.step_ms == pytest.approx(stock.exposed_ms + 50 + reduce_ms + core_ms)
     assert price.num_micro_batches == 1
     busy_wire = dataclasses.replace(stock, ids_wire_ms=1e4)
     longer = StepPricer(curves, 2, dense).price(HotColdTotals(), busy_wire)
-    assert longer.step_ms == pytest.approx(longer.wire_ms)
+    forward_ms = stock.ids_ms + stock.forward_ms + dense.forward_ms
+    assert longer.step_ms == pytest.approx(longer.wire_ms + forward_ms)
 
 
 def test_one_rank_has_no_wire() -> None:

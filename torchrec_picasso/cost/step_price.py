@@ -4,7 +4,8 @@ The cost of hot/cold tables is assigned to the operations of the interleaved sch
 micro-batches, rows of the next batch on the wire while this batch computes, chunks of first use),
 and the schedule is simulated (:mod:`.schedule_time`). Stock tables in the same model are computed
 once per batch, and nothing hides their exchanges of rows and gradients. A model without hot/cold
-tables runs under TorchRec's ``TrainPipelineSparseDist``, which hides only the exchange of ids.
+tables runs under TorchRec's ``TrainPipelineSparseDist``, which hides only the exchange of ids, in
+backward.
 
 Shape letters: K micro-batches.
 """
@@ -151,11 +152,14 @@ class StepPricer:
         return _longer(best, self.curves.local.hot_cold.step_ms)
 
     def sparse_dist(self, cost: StockCost) -> StepPrice:
-        """Predicts a step under TorchRec's ``TrainPipelineSparseDist``. Computation hides the
-        exchange of ids, but no exchange of rows, gradients or dense sums."""
+        """Predicts a step under TorchRec's ``TrainPipelineSparseDist``. It sends the next batch's
+        ids after forward, so backward hides them, but for their work on the core. No exchange of
+        rows, gradients or dense sums is hidden."""
         wire_ms = cost.wire_ms + (self.reduce.ms if self.reduce is not None else 0.0)
         compute_ms = cost.compute_ms + self.dense.total_ms
-        hidden_ms = min(cost.ids_wire_ms, compute_ms)
+        core_ms = self.curves.core_ns_per_byte * cost.sent_bytes.get("ids", 0.0) * 1e-6
+        backward_ms = cost.backward_ms + self.dense.backward_ms
+        hidden_ms = min(max(0.0, cost.ids_wire_ms - core_ms), backward_ms)
         price = StepPrice(
             step_ms=wire_ms + compute_ms - hidden_ms, wire_ms=wire_ms, compute_ms=compute_ms
         )

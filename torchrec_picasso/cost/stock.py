@@ -117,7 +117,7 @@ def cost_of_totals(
 ) -> StockCost:
     """Predicts the cost of some work, 0 without tables. ``uneven`` is the load of the busiest rank
     divided by the mean, ``busiest_bytes`` are its bytes of ids, rows and gradients where they were
-    counted."""
+    counted, mean of sent and received ones."""
     if not totals.features:
         return StockCost()
     to_others, is_row_wise = (world_size - 1) / world_size, sharding_type == "row_wise"
@@ -144,7 +144,10 @@ def cost_of_totals(
     ids = (totals.lookups * _ID_BYTES + totals.lengths * _LENGTH_BYTES) * to_others
     rows = totals.bag_elements * _WIRE_BYTES * (others_bags or to_others)
     sent = {"ids": ids, "rows": rows, "gradients": rows}
-    busiest = busiest_bytes or {name: num_bytes * uneven for name, num_bytes in sent.items()}
+    # gloo's all-to-all carries one direction at a time, and the busiest rank sends more than the
+    # mean in forward and receives more in backward, never both
+    both_ways = (1 + uneven) / 2
+    busiest = busiest_bytes or {name: num_bytes * both_ways for name, num_bytes in sent.items()}
     forward, backward = ("reduce_scatter", "all_gather") if is_row_wise else ("all_to_all",) * 2
     # an all-to-all of splits, then one of lengths and one of values
     ids_wire_ms = exchange_ms("all_to_all", 0) + 2 * exchange_ms("all_to_all", busiest["ids"] / 2)

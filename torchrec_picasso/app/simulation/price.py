@@ -98,7 +98,7 @@ class Pricing:
         def priced(num_parts: int) -> tuple[float, int, StepPrice]:
             num_words, busiest = HEADER_FLAGS + num_packs * num_parts, {}
             for name, wire in wires.items():
-                found = wire.busiest_bytes()
+                found = wire.busiest_bytes(is_duplex=True)
                 busiest[name] = found | {"header": found["header"] * num_words + found["bits"]}
             step = StepPricer(curves, size, self.dense, [num_parts]).price(
                 direct,
@@ -135,7 +135,7 @@ class Pricing:
                     curves,
                     cluster.world_size,
                     num_modules,
-                    traffic.wire.busiest_bytes(),
+                    traffic.wire.busiest_bytes(is_duplex=False),
                 )
             )
             messages += _STOCK_EXCHANGES * num_modules * (cluster.world_size - 1)

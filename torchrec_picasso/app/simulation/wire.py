@@ -80,15 +80,17 @@ class Wire:
         for amounts in self._amounts(purpose):
             amounts *= factor
 
-    def busiest_bytes(self) -> dict[str, float]:
+    def busiest_bytes(self, *, is_duplex: bool) -> dict[str, float]:
         """Bytes that each rank of an even exchange would send to take as long, by purpose: the
         busiest host's link is as full, or without links the busiest rank sends or receives as
-        much."""
-        return {name: self._even.get(name, self._busiest(name)) for name in self._ranks}
-
-    def _busiest(self, purpose: str) -> float:
-        ranks, hosts = self._amounts(purpose)
-        return float(hosts.max() / self._share if self._share else ranks.max())
+        much. A link that is not duplex carries what is sent and received one after another, as in
+        an even exchange."""
+        found = {}
+        for name in self._ranks:
+            busiest = self._hosts[name] / self._share if self._share else self._ranks[name]
+            busiest_W = busiest.max(axis=0) if is_duplex else busiest.mean(axis=0)
+            found[name] = self._even.get(name, float(busiest_W.max()))
+        return found
 
     def sent_bytes(self) -> dict[str, float]:
         """Bytes that a rank sends, by purpose: mean over ranks."""
