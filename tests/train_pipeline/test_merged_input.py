@@ -22,6 +22,7 @@ from tests.support.shared_run import run_once
 from tests.train_pipeline import runs
 from tests.train_pipeline.programs import (
     FEATURES,
+    MAX_LENGTH,
     ROWS,
     SAMPLES,
     STEPS,
@@ -35,6 +36,7 @@ from tests.train_pipeline.programs import (
     changed,
     dense_optimizer,
     gathered,
+    sequences,
 )
 from torchrec_picasso import CompatError, InterleavedTrainPipeline
 
@@ -54,6 +56,31 @@ class Merged(Model):
             lengths=torch.cat([candidates.lengths(), history.lengths(), other.lengths()]),
         )
         return self.ebc(merged)
+
+
+class Rolled(Model):
+    """Sequences whose lengths are those of the neighbours, beside the batch's own lookups."""
+
+    def make(self) -> None:
+        super().make()
+        self.rolled = sequences("s")
+
+    def forward(self, batch: Batch) -> tuple[Any, Any]:
+        features = batch.sparse_features
+        own = features["f"]
+        made = KeyedJaggedTensor.from_lengths_sync(
+            keys=["s"], values=own.values(), lengths=own.lengths().roll(1)
+        )
+        return self.head((self.ebc(features), self.rolled(made), own), batch)
+
+
+class OfLookups(Head):
+    def forward(self, looked_up: Any, batch: Batch) -> tuple[Any, Any]:
+        pooled, sequence, own = looked_up
+        beside = torch.cat([sequence["s"].values(), own.values().unsqueeze(1) / ROWS], dim=1)
+        padded = torch.ops.fbgemm.jagged_to_padded_dense(beside, [own.offsets()], [MAX_LENGTH])
+        loss, output = super().forward(pooled, batch)
+        return loss + padded.sum((1, 2)).square().mean(), output
 
 
 class OfTensors(Merged):
@@ -342,6 +369,7 @@ PROGRAMS = {
     "largest": Program(model=Largest, told=IS, numbers=NUMBERS),
     "largest of none": Program(model=Largest, told=IS, numbers=NUMBERS, batch=_half_empty),
     "shifted": Program(model=Shifted, told=IS, numbers=NUMBERS),
+    "rolled": Program(model=Rolled, head=OfLookups, told=IS, numbers=NUMBERS),
     "postproc": Program(
         model=Shifted, told=IS, numbers=NUMBERS, options={"pipeline_postproc": True}
     ),

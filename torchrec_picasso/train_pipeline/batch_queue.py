@@ -306,7 +306,7 @@ class BatchQueue:
             if sizes_K[0] < num_samples:
                 try:
                     micro_batches_K = list(self._options.split(batch, sizes_K))
-                    parts = micro_batches_K, sizes_K, self._policy.is_proved
+                    parts = micro_batches_K, sizes_K, self._policy.proof
                     self._pipelined.make_parts(batch, fetched.context, *parts)
                 except WrittenBatchError:
                     raise  # the whole batch is written

@@ -10,7 +10,7 @@ cut, unless a proof shows that only tables get it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso._torchrec import ArgInfo, BaseArgInfoStep, CallArgs, TrainPipelineContext
@@ -149,12 +150,43 @@ class MadeAhead:
         Raises CompatError if they are not its parts.
         """
         for name in self.names:
-            results, found = context.postproc_fwd_results[_KEY], self._slice(name)
-            whole = maybe_td_to_kjt(results.values[found.input], None)
+            whole, made = self._inputs(context, name)
             parts = split_output(whole, sizes, f"{name} gets")
-            made = [part.values[found.input] for part in results.parts]
             if not all(map(_are_same, made, parts)):
-                raise CompatError(f"{found.call.meta['line']} gives {name} other parts of a batch")
+                raise CompatError(f"{self._line(name)} gives {name} other parts of a batch")
+
+    def check_counts(self, context: TrainPipelineContext, equal_rows: Collection[str]) -> None:
+        """Compares the lengths of micro-batches' inputs with the whole batch's, of modules whose
+        lookups the forward needs to be as many as others (:attr:`.Proof.equal_rows`): a table gives
+        a part's rows by the lengths of the whole.
+
+        Raises CompatError if they are others.
+        """
+        for name in self.names:
+            if not any(rows.startswith(name) for rows in equal_rows):
+                continue
+            whole, made = self._inputs(context, name)
+            lengths_FB, *lengths_FB_of_K = (
+                each.lengths().view(len(whole.keys()), -1) for each in (whole, *made)
+            )
+            if not torch.equal(torch.cat(lengths_FB_of_K, dim=1), lengths_FB):
+                raise CompatError(
+                    f"{self._line(name)} gives {name} other numbers of lookups in a part of a batch"
+                )
+
+    def _inputs(
+        self, context: TrainPipelineContext, name: str
+    ) -> tuple[KeyedJaggedTensor, list[KeyedJaggedTensor]]:
+        """Returns a module's inputs for a batch and for its micro-batches."""
+        results, found = context.postproc_fwd_results[_KEY], self._slice(name).input
+        inputs = (maybe_td_to_kjt(each.values[found], None) for each in (results, *results.parts))
+        whole, *made = inputs
+        return whole, made
+
+    def _line(self, name: str) -> str:
+        """Returns the line of the model that calls a module."""
+        line: str = self._slice(name).call.meta["line"]
+        return line
 
     def _new_results(self) -> _SliceResults:
         return _SliceResults(self, self._model.training)
