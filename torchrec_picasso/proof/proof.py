@@ -65,7 +65,7 @@ class Proof:
     num_operators: int = 0
     """Number of operators that were followed."""
     equal_rows: frozenset[str] = frozenset()
-    """Lookups whose number equals that of others, or the forward raises: named ``module['feature']``,
+    """Lookups that must be as many as others, or the forward raises: named ``module['feature']``,
     or by their place in the batch."""
 
 
