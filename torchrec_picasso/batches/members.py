@@ -79,27 +79,6 @@ def made_like(value: Any, kind: Any = None, **changes: Any) -> Any:
     return kind(**{**(arguments_of(value) or {}), **changes})
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, tensors by entry; ``True`` for two of a type without ``==``."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    members, others = (children_of(arguments_of(each) or each) for each in (one, other))
-    if members is not None and others is not None:
-        return len(members) == len(others) and all(
-            name == other_name and is_same(member, other_member)
-            for (name, member), (other_name, other_member) in zip(members, others)
-        )
-    if type(one).__eq__ is object.__eq__:
-        return True
-    try:
-        equal = one == other
-        return bool(equal.all() if hasattr(equal, "all") else equal)  # arrays compare by entry
-    except Exception:  # any error of a user's type
-        return False
-
-
 def copy_batch(value: Any) -> Any:
     """Copies a batch, so that a model may write into it; objects that cannot be copied are shared.
     Only the constructor's tensors are copied, on the current stream."""
@@ -172,5 +151,26 @@ def _names_beside(container: Any) -> list[str]:
         name
         for name in names
         if not isinstance(getattr_static(type(container), name, None), cached_property)
-        and not (hasattr(fresh, name) and is_same(getattr(fresh, name), getattr(container, name)))
+        and not (hasattr(fresh, name) and _is_same(getattr(fresh, name), getattr(container, name)))
     ]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether an attribute equals the constructor's value; ``True`` for types without ``==``."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    members, others = (children_of(arguments_of(each) or each) for each in (one, other))
+    if members is not None and others is not None:
+        return len(members) == len(others) and all(
+            name == other_name and _is_same(member, other_member)
+            for (name, member), (other_name, other_member) in zip(members, others)
+        )
+    if type(one).__eq__ is object.__eq__:
+        return True
+    try:
+        equal = one == other
+        return bool(equal.all() if hasattr(equal, "all") else equal)  # arrays compare by entry
+    except Exception:  # any error of a user's type
+        return False

@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso._torchrec import ArgInfo, BaseArgInfoStep, CallArgs, TrainPipelineContext
-from torchrec_picasso.batches.members import arguments_of, is_same
+from torchrec_picasso.batches.members import arguments_of
 from torchrec_picasso.batches.split import split_output
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import agree_on
@@ -434,5 +434,14 @@ def _are_same(one: Any, other: Any) -> bool:
     """Whether two features have the same keys, ids, lengths and weights."""
     if one is other:
         return True
-    parts, others = (arguments_of(maybe_td_to_kjt(each, None)) for each in (one, other))
-    return parts is not None and is_same(parts, others)
+    parts, others = (arguments_of(maybe_td_to_kjt(each, None)) or {} for each in (one, other))
+    is_alike = bool(parts) and parts.keys() == others.keys()
+    return is_alike and all(map(_is_equal, parts.values(), others.values()))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.dtype == other.dtype and torch.equal(one, other))
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    return bool(one is other or one == other)
