@@ -28,10 +28,10 @@ from torchrec_picasso.schedule.schedule import (
     second_batch_schedule,
     training_schedule,
 )
+from torchrec_picasso.train_pipeline.batch_watch import WrittenBatchError
 from torchrec_picasso.train_pipeline.data_parallel import records_static_graph
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
-from torchrec_picasso.train_pipeline.made_ahead import WrittenBatchError
 from torchrec_picasso.train_pipeline.micro_batch_policy import MicroBatchPolicy
 from torchrec_picasso.train_pipeline.model_parts import has_stock_means, process_group_of
 from torchrec_picasso.train_pipeline.operations import Operations

@@ -28,7 +28,12 @@ from torchrec_picasso.batches.members import arguments_of
 from torchrec_picasso.batches.split import split_output
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import agree_on
-from torchrec_picasso.ops.streams import tensors_in
+from torchrec_picasso.train_pipeline.batch_watch import (
+    WRITES,
+    BatchWatch,
+    WrittenBatchError,
+    described,
+)
 from torchrec_picasso.train_pipeline.input_slice import (
     InputSlice,
     outside_of,
@@ -52,10 +57,6 @@ class _Step(BaseArgInfoStep):
     def process(self, arg: Any) -> Any:
         """Returns the module's input for the batch ``arg``."""
         return self._made_ahead.input_of(self._name, arg)
-
-
-class WrittenBatchError(CompatError):
-    """The model wrote into a batch, or into a micro-batch, which is a view of it."""
 
 
 class MadeAhead:
@@ -101,8 +102,8 @@ class MadeAhead:
         return [name for name in self._asked if name in found and name not in self.refused]
 
     def examine(self, batch: Any, pg: dist.ProcessGroup, device: torch.device) -> None:
-        """Runs the slices on a batch, and refuses on all ranks those that may not run ahead.
-        Collective."""
+        """Runs the slices on copies of a batch, and refuses on all ranks those that may not run
+        ahead. Collective."""
         reasons: dict[str, str | None] = {}
         for is_training, slices in self._by_mode.items():
             with _in_mode(self._model, is_training):
@@ -192,9 +193,8 @@ class MadeAhead:
         return _SliceResults(self, self._model.training)
 
     def _make(self, name: str, batch: Any, results: _SliceResults) -> Any:
-        found, tensors = self._slice(name), list(tensors_in(batch))
-        unwritten = _described(tensors)
-        with results.recording():
+        found, watch = self._slice(name), BatchWatch(batch)
+        with results.recording(watch):
             for node in found.nodes:
                 if node in results.values:
                     continue
@@ -204,12 +204,12 @@ class MadeAhead:
                 except Exception as error:  # any error of the model's code
                     raised = f"{node.meta['line']} raises {type(error).__name__}: {error}"
                     raise CompatError(raised) from error
-                if _described(tensors) != unwritten:  # the forward would write once more
-                    raise WrittenBatchError(
-                        f"{node.meta['line']} writes into the batch; write into a clone"
-                    )
+                # traced code cannot replace a member; functions that are not traced are rare
+                may_be_replaced = node.op == "call_module" or node is found.input
+                if watch.is_written() or (may_be_replaced and watch.is_replaced()):
+                    raise WrittenBatchError(f"{node.meta['line']} {WRITES}; write into a clone")
         made = results.values[found.input]
-        results.unwritten.setdefault(name, _described(arguments_of(made)))
+        results.unwritten.setdefault(name, described(arguments_of(made)))
         return made
 
     def _slice(self, name: str) -> InputSlice:
@@ -274,7 +274,7 @@ class MadeAhead:
             results.stop_replay()
         found = self._slice(name)
         ahead = results.values[found.input]
-        is_written = _described(arguments_of(ahead)) != results.unwritten[name]
+        is_written = described(arguments_of(ahead)) != results.unwritten[name]
         if is_written or not _are_same(given, ahead):
             raise CompatError(
                 f"{found.call.meta['line']} gives {name} another input than ahead of the model: "
@@ -351,9 +351,10 @@ class _SliceResults(TorchFunctionMode):
         return [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Keeps the results of the operators that run in this context."""
-        self._is_recording = True
+    def recording(self, watch: BatchWatch) -> Iterator[None]:
+        """Keeps the results of the operators that run in this context, and tells a watch of them
+        first."""
+        self._is_recording, self._watch = True, watch
         try:
             # tensors of the inference mode could not be used in training
             with torch.inference_mode(False), _uncompiled(), self:
@@ -387,11 +388,13 @@ class _SliceResults(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_recording:
+            self._watch.note(func)
         # properties, such as a shape, compute nothing
         is_property = getattr(func, "__name__", "") == "__get__"
         if is_property or not (self._is_recording or self._by_call):
             return func(*args, **kwargs)
-        call = _described((func, args, kwargs))
+        call = described((func, args, kwargs))
         if not self._is_recording:
             found = self._by_call.get(call, [])
             if found and found[0].settings in (None, settings_of_floats()):
@@ -399,7 +402,7 @@ class _SliceResults(TorchFunctionMode):
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         # A written argument has another version now.
-        self._has_written |= call != _described((func, args, kwargs))
+        self._has_written |= call != described((func, args, kwargs))
         leaves = tree_leaves(result)
         is_inside = not any(id(leaf) in self.outside for leaf in tree_leaves((args, kwargs)))
         if is_inside and all(isinstance(leaf, Tensor | int | float) for leaf in leaves):
@@ -415,19 +418,6 @@ def _uncompiled() -> AbstractContextManager[Any]:
     function mode is active."""
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
-
-
-def _described(value: Any) -> Hashable:
-    """Describes a call so that equal descriptions give equal results."""
-    if isinstance(value, Tensor):
-        return "tensor", id(value), None if value.is_inference() else value._version
-    if isinstance(value, tuple | list):
-        return tuple, *map(_described, value)
-    if isinstance(value, dict):
-        return dict, *map(_described, value.items())
-    if isinstance(value, slice):
-        return slice, *map(_described, (value.start, value.stop, value.step))
-    return type(value), value if isinstance(value, Hashable) else id(value)
 
 
 def _are_same(one: Any, other: Any) -> bool:
