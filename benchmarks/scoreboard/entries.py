@@ -97,6 +97,13 @@ ENTRIES = {
         num_tasks=2,
         stock=_EVERY_STOCK,
     ),
+    "hstu_long_64": Entry(
+        model=ModelConfig(kind="hstu", embedding_dim=64),
+        batch_size=32,
+        max_history=256,
+        num_tasks=2,
+        stock=_EVERY_STOCK,
+    ),
 }
 """By name, in the order in which they were published or nearly so."""
 

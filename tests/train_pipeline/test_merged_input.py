@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.support.shared_run import run_once
 from tests.train_pipeline import runs
 from tests.train_pipeline.programs import (
     FEATURES,
+    MAX_LENGTH,
     ROWS,
     SAMPLES,
     STEPS,
@@ -35,8 +37,10 @@ from tests.train_pipeline.programs import (
     changed,
     dense_optimizer,
     gathered,
+    sequences,
 )
 from torchrec_picasso import CompatError, InterleavedTrainPipeline
+from torchrec_picasso.train_pipeline.batch_watch import WRITES
 
 
 def _with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
@@ -54,6 +58,31 @@ class Merged(Model):
             lengths=torch.cat([candidates.lengths(), history.lengths(), other.lengths()]),
         )
         return self.ebc(merged)
+
+
+class Rolled(Model):
+    """Sequences whose lengths are those of the neighbours, beside the batch's own lookups."""
+
+    def make(self) -> None:
+        super().make()
+        self.rolled = sequences("s")
+
+    def forward(self, batch: Batch) -> tuple[Any, Any]:
+        features = batch.sparse_features
+        own = features["f"]
+        made = KeyedJaggedTensor.from_lengths_sync(
+            keys=["s"], values=own.values(), lengths=own.lengths().roll(1)
+        )
+        return self.head((self.ebc(features), self.rolled(made), own), batch)
+
+
+class OfLookups(Head):
+    def forward(self, looked_up: Any, batch: Batch) -> tuple[Any, Any]:
+        pooled, sequence, own = looked_up
+        beside = torch.cat([sequence["s"].values(), own.values().unsqueeze(1) / ROWS], dim=1)
+        padded = torch.ops.fbgemm.jagged_to_padded_dense(beside, [own.offsets()], [MAX_LENGTH])
+        loss, output = super().forward(pooled, batch)
+        return loss + padded.sum((1, 2)).square().mean(), output
 
 
 class OfTensors(Merged):
@@ -217,19 +246,13 @@ class LateHalving(nn.Module):
     def is_due(self, batch: Batch) -> bool:
         return int(batch.sparse_features.values()[0]) > 10
 
+    def write(self, batch: Batch) -> None:
+        batch.labels.div_(2)
+
     def forward(self, batch: Batch) -> KeyedJaggedTensor:
         if self.is_due(batch):
-            batch.labels.div_(2)
+            self.write(batch)
         return _with_ids(batch.sparse_features, batch.sparse_features.values() * 1)
-
-
-class HalvedLate(Model):
-    def make(self) -> None:
-        super().make()
-        self.halve = LateHalving()
-
-    def forward(self, batch: Batch) -> tuple[Any, Any]:
-        return self.head(self.ebc(self.halve(batch)), batch)
 
 
 class PartHalving(LateHalving):
@@ -239,10 +262,45 @@ class PartHalving(LateHalving):
         return batch.labels.size(0) < SAMPLES
 
 
-class HalvedPart(HalvedLate):
-    def make(self) -> None:
-        super().make()
-        self.halve = PartHalving()
+class ArrayHalving(LateHalving):
+    """Writes without another version."""
+
+    def write(self, batch: Batch) -> None:
+        np.divide(batch.labels.numpy(), 2, out=batch.labels.numpy())
+
+
+class ReplacingHalving(LateHalving):
+    def write(self, batch: Batch) -> None:
+        batch.labels = batch.labels / 2
+
+
+class EvaluationHalving(ArrayHalving):
+    """Would write into the first batch, which is trained."""
+
+    def is_due(self, batch: Batch) -> bool:
+        return not self.training
+
+
+class Noting(LateHalving):
+    """Keeps a result in the batch, which is no write."""
+
+    def is_due(self, batch: Batch) -> bool:
+        return True
+
+    def write(self, batch: Batch) -> None:
+        batch.halves = batch.labels / 2
+
+
+def _halved(layer: type[LateHalving]) -> Callable[[type[Head]], Model]:
+    class Halved(Model):
+        def make(self) -> None:
+            super().make()
+            self.layer = layer()
+
+        def forward(self, batch: Batch) -> tuple[Any, Any]:
+            return self.head(self.ebc(self.layer(batch)), batch)
+
+    return Halved
 
 
 class ByArray(Model):
@@ -326,13 +384,17 @@ def _half_empty(rank: int, step: int) -> Batch:
     return batch
 
 
-def _refused(model: type[Model], what: str) -> Program:
+def _refused(model: Callable[[type[Head]], Model], what: str) -> Program:
     return Program(model=model, told=["ebc: not pipelined", _HERE, what], numbers=(1,))
 
 
 def _stale(model: type[Model], **around: Any) -> Program:
     what = "gives ebc another input than ahead of the model: the model's forward reads state"
     return Program(model=model, numbers=(1, 2), refused=(1, 2), refusal=what, **around)
+
+
+def _writing(layer: type[LateHalving], refused: tuple[int, ...] = (1, 2)) -> Program:
+    return Program(model=_halved(layer), numbers=(1, 2), refused=refused, refusal=WRITES)
 
 
 PROGRAMS = {
@@ -342,6 +404,7 @@ PROGRAMS = {
     "largest": Program(model=Largest, told=IS, numbers=NUMBERS),
     "largest of none": Program(model=Largest, told=IS, numbers=NUMBERS, batch=_half_empty),
     "shifted": Program(model=Shifted, told=IS, numbers=NUMBERS),
+    "rolled": Program(model=Rolled, head=OfLookups, told=IS, numbers=NUMBERS),
     "postproc": Program(
         model=Shifted, told=IS, numbers=NUMBERS, options={"pipeline_postproc": True}
     ),
@@ -366,12 +429,12 @@ PROGRAMS = {
     "written buffer": _refused(Written, "gives what the forward changes"),
     "in place": _refused(InPlace, "writes in place"),
     "batch written by a layer": _refused(Incremented, "writes in place"),
-    "batch written later": Program(
-        model=HalvedLate, numbers=(1, 2), refused=(1, 2), refusal="writes into the batch"
-    ),
-    "micro-batches written": Program(
-        model=HalvedPart, numbers=(1, 2), refused=(2,), refusal="writes into the batch"
-    ),
+    "batch written later": _writing(LateHalving),
+    "array written later": _writing(ArrayHalving),
+    "member replaced later": _writing(ReplacingHalving),
+    "micro-batches written": _writing(PartHalving, refused=(2,)),
+    "array written in evaluation": _refused(_halved(EvaluationHalving), WRITES),
+    "note in the batch": Program(model=_halved(Noting), told=IS, numbers=(1, 2)),
     "written by a layer": _stale(Clamped),
     "attribute changed between steps": _stale(Salted, before_step=_salt),
     "buffer written between steps": _stale(Buffered, before_step=_write),

@@ -64,6 +64,9 @@ class Proof:
     = this cannot be checked."""
     num_operators: int = 0
     """Number of operators that were followed."""
+    equal_rows: frozenset[str] = frozenset()
+    """Lookups that must be as many as others, or the forward raises: named ``module['feature']``,
+    or by their place in the batch."""
 
 
 MadeInputs = Callable[[Callable[[Iterable[Tensor]], None]], AbstractContextManager[None]]
@@ -108,7 +111,8 @@ def prove(
             reason = f"the model cannot run without data ({type(error).__name__}: {error})"[:400]
     follower = forward.follower
     # without a proof a guard is still useful: a change of the model allows another attempt
-    return Proof(follower.reason or reason, guard, follower.num_operators)
+    equal_rows = follower.sizes.equal_rows
+    return Proof(follower.reason or reason, guard, follower.num_operators, equal_rows)
 
 
 class _Forward:

@@ -181,6 +181,11 @@ class Sizes:
         """Whether two numbers of rows are equal in every part of a batch that does not fail."""
         return self._root(one) == self._root(other)
 
+    @property
+    def equal_rows(self) -> frozenset[str]:
+        """Names of rows whose number an operator forces to equal that of others."""
+        return frozenset({*self._same_as, *self._same_as.values()})
+
     def fail_unless_same(self, one: str, other: str) -> None:
         """Records that an operator fails unless two numbers are equal: it does not broadcast."""
         # the samples become the representative if they are one of the two

@@ -28,10 +28,10 @@ from torchrec_picasso.schedule.schedule import (
     second_batch_schedule,
     training_schedule,
 )
+from torchrec_picasso.train_pipeline.batch_watch import WrittenBatchError
 from torchrec_picasso.train_pipeline.data_parallel import records_static_graph
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
-from torchrec_picasso.train_pipeline.made_ahead import WrittenBatchError
 from torchrec_picasso.train_pipeline.micro_batch_policy import MicroBatchPolicy
 from torchrec_picasso.train_pipeline.model_parts import has_stock_means, process_group_of
 from torchrec_picasso.train_pipeline.operations import Operations
@@ -306,7 +306,7 @@ class BatchQueue:
             if sizes_K[0] < num_samples:
                 try:
                     micro_batches_K = list(self._options.split(batch, sizes_K))
-                    parts = micro_batches_K, sizes_K, self._policy.is_proved
+                    parts = micro_batches_K, sizes_K, self._policy.proof
                     self._pipelined.make_parts(batch, fetched.context, *parts)
                 except WrittenBatchError:
                     raise  # the whole batch is written

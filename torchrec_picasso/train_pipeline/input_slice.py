@@ -24,11 +24,13 @@ from torch.utils._pytree import tree_leaves
 from torchrec.distributed.types import ShardedModule
 
 from torchrec_picasso._torchrec import PipelinedPostproc, Tracer, get_leaf_module_names
+from torchrec_picasso.batches.members import copy_batch
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.proof.comparison import COMMUNICATES
 from torchrec_picasso.proof.content import Kept, random_states
 from torchrec_picasso.proof.follow import memory_of
 from torchrec_picasso.proof.watch import current_line
+from torchrec_picasso.train_pipeline.batch_watch import WRITES, BatchWatch
 
 _WRITING = {
     "setitem",
@@ -72,7 +74,8 @@ class InputSlice:
         return form, [node for node in self.nodes if node.op == "get_attr"]
 
     def why_not_ahead(self, batch: Any, model: nn.Module) -> str | None:
-        """Runs the slice on a batch; names the line that must not run ahead, and what it does."""
+        """Runs the slice on a copy of a batch; names the line that must not run ahead, and what it
+        does."""
         inside = [
             m for n in self.nodes if n.op == "call_module" for m in _module(n, model).modules()
         ]
@@ -80,17 +83,25 @@ class InputSlice:
         values: dict[Node, Any] = {}
         if any(module._forward_hooks or module._forward_pre_hooks for module in inside):
             return f"{self.call.meta['line']} follows a module with a hook on its forward"
+        try:
+            copied = copy_batch(batch)
+        except CompatError as error:
+            return f"{self.call.meta['line']} takes a batch that cannot be copied: {error}"
+        batch_watch = BatchWatch(copied)
+        batch_watch.keep_copies()
         for node in self.nodes:
             before = random_states()
             try:
                 with _SliceWatch() as watch:
-                    values[node] = run_node(node, batch, values, model)
+                    values[node] = run_node(node, copied, values, model)
             except Exception as error:  # any error of the model's code, or the watch's
                 watch.reason = watch.reason or f"raises {type(error).__name__} ({error})"
             if random_states() != before:
                 watch.reason = "draws random numbers"
             if any(each.has_changed() for each in kept):
                 watch.reason = "changes an attribute"
+            if batch_watch.is_written() or batch_watch.is_replaced():  # past PyTorch's operators
+                watch.reason = watch.reason or WRITES
             if watch.reason is not None:
                 return f"{node.meta['line']} {watch.reason}"
         return None

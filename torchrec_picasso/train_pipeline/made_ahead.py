@@ -10,7 +10,7 @@ cut, unless a proof shows that only tables get it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso._torchrec import ArgInfo, BaseArgInfoStep, CallArgs, TrainPipelineContext
@@ -27,7 +28,12 @@ from torchrec_picasso.batches.members import arguments_of
 from torchrec_picasso.batches.split import split_output
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import agree_on
-from torchrec_picasso.ops.streams import tensors_in
+from torchrec_picasso.train_pipeline.batch_watch import (
+    WRITES,
+    BatchWatch,
+    WrittenBatchError,
+    described,
+)
 from torchrec_picasso.train_pipeline.input_slice import (
     InputSlice,
     outside_of,
@@ -51,10 +57,6 @@ class _Step(BaseArgInfoStep):
     def process(self, arg: Any) -> Any:
         """Returns the module's input for the batch ``arg``."""
         return self._made_ahead.input_of(self._name, arg)
-
-
-class WrittenBatchError(CompatError):
-    """The model wrote into a batch, or into a micro-batch, which is a view of it."""
 
 
 class MadeAhead:
@@ -100,8 +102,8 @@ class MadeAhead:
         return [name for name in self._asked if name in found and name not in self.refused]
 
     def examine(self, batch: Any, pg: dist.ProcessGroup, device: torch.device) -> None:
-        """Runs the slices on a batch, and refuses on all ranks those that may not run ahead.
-        Collective."""
+        """Runs the slices on copies of a batch, and refuses on all ranks those that may not run
+        ahead. Collective."""
         reasons: dict[str, str | None] = {}
         for is_training, slices in self._by_mode.items():
             with _in_mode(self._model, is_training):
@@ -149,20 +151,50 @@ class MadeAhead:
         Raises CompatError if they are not its parts.
         """
         for name in self.names:
-            results, found = context.postproc_fwd_results[_KEY], self._slice(name)
-            whole = maybe_td_to_kjt(results.values[found.input], None)
+            whole, made = self._inputs(context, name)
             parts = split_output(whole, sizes, f"{name} gets")
-            made = [part.values[found.input] for part in results.parts]
             if not all(map(_are_same, made, parts)):
-                raise CompatError(f"{found.call.meta['line']} gives {name} other parts of a batch")
+                raise CompatError(f"{self._line(name)} gives {name} other parts of a batch")
+
+    def check_counts(self, context: TrainPipelineContext, equal_rows: Collection[str]) -> None:
+        """Compares the lengths of micro-batches' inputs with the whole batch's, of modules whose
+        lookups the forward needs to be as many as others (:attr:`.Proof.equal_rows`): a table gives
+        a part's rows by the lengths of the whole.
+
+        Raises CompatError if they are others.
+        """
+        for name in self.names:
+            if not any(rows.startswith(name) for rows in equal_rows):
+                continue
+            whole, made = self._inputs(context, name)
+            lengths_FB, *lengths_FB_of_K = (
+                each.lengths().view(len(whole.keys()), -1) for each in (whole, *made)
+            )
+            if not torch.equal(torch.cat(lengths_FB_of_K, dim=1), lengths_FB):
+                raise CompatError(
+                    f"{self._line(name)} gives {name} other numbers of lookups in a part of a batch"
+                )
+
+    def _inputs(
+        self, context: TrainPipelineContext, name: str
+    ) -> tuple[KeyedJaggedTensor, list[KeyedJaggedTensor]]:
+        """Returns a module's inputs for a batch and for its micro-batches."""
+        results, found = context.postproc_fwd_results[_KEY], self._slice(name).input
+        inputs = (maybe_td_to_kjt(each.values[found], None) for each in (results, *results.parts))
+        whole, *made = inputs
+        return whole, made
+
+    def _line(self, name: str) -> str:
+        """Returns the line of the model that calls a module."""
+        line: str = self._slice(name).call.meta["line"]
+        return line
 
     def _new_results(self) -> _SliceResults:
         return _SliceResults(self, self._model.training)
 
     def _make(self, name: str, batch: Any, results: _SliceResults) -> Any:
-        found, tensors = self._slice(name), list(tensors_in(batch))
-        unwritten = _described(tensors)
-        with results.recording():
+        found, watch = self._slice(name), BatchWatch(batch)
+        with results.recording(watch):
             for node in found.nodes:
                 if node in results.values:
                     continue
@@ -172,12 +204,12 @@ class MadeAhead:
                 except Exception as error:  # any error of the model's code
                     raised = f"{node.meta['line']} raises {type(error).__name__}: {error}"
                     raise CompatError(raised) from error
-                if _described(tensors) != unwritten:  # the forward would write once more
-                    raise WrittenBatchError(
-                        f"{node.meta['line']} writes into the batch; write into a clone"
-                    )
+                # traced code cannot replace a member; functions that are not traced are rare
+                may_be_replaced = node.op == "call_module" or node is found.input
+                if watch.is_written() or (may_be_replaced and watch.is_replaced()):
+                    raise WrittenBatchError(f"{node.meta['line']} {WRITES}; write into a clone")
         made = results.values[found.input]
-        results.unwritten.setdefault(name, _described(arguments_of(made)))
+        results.unwritten.setdefault(name, described(arguments_of(made)))
         return made
 
     def _slice(self, name: str) -> InputSlice:
@@ -242,7 +274,7 @@ class MadeAhead:
             results.stop_replay()
         found = self._slice(name)
         ahead = results.values[found.input]
-        is_written = _described(arguments_of(ahead)) != results.unwritten[name]
+        is_written = described(arguments_of(ahead)) != results.unwritten[name]
         if is_written or not _are_same(given, ahead):
             raise CompatError(
                 f"{found.call.meta['line']} gives {name} another input than ahead of the model: "
@@ -319,9 +351,10 @@ class _SliceResults(TorchFunctionMode):
         return [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Keeps the results of the operators that run in this context."""
-        self._is_recording = True
+    def recording(self, watch: BatchWatch) -> Iterator[None]:
+        """Keeps the results of the operators that run in this context, and tells a watch of them
+        first."""
+        self._is_recording, self._watch = True, watch
         try:
             # tensors of the inference mode could not be used in training
             with torch.inference_mode(False), _uncompiled(), self:
@@ -355,11 +388,13 @@ class _SliceResults(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_recording:
+            self._watch.note(func)
         # properties, such as a shape, compute nothing
         is_property = getattr(func, "__name__", "") == "__get__"
         if is_property or not (self._is_recording or self._by_call):
             return func(*args, **kwargs)
-        call = _described((func, args, kwargs))
+        call = described((func, args, kwargs))
         if not self._is_recording:
             found = self._by_call.get(call, [])
             if found and found[0].settings in (None, settings_of_floats()):
@@ -367,7 +402,7 @@ class _SliceResults(TorchFunctionMode):
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         # A written argument has another version now.
-        self._has_written |= call != _described((func, args, kwargs))
+        self._has_written |= call != described((func, args, kwargs))
         leaves = tree_leaves(result)
         is_inside = not any(id(leaf) in self.outside for leaf in tree_leaves((args, kwargs)))
         if is_inside and all(isinstance(leaf, Tensor | int | float) for leaf in leaves):
@@ -383,19 +418,6 @@ def _uncompiled() -> AbstractContextManager[Any]:
     function mode is active."""
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
-
-
-def _described(value: Any) -> Hashable:
-    """Describes a call so that equal descriptions give equal results."""
-    if isinstance(value, Tensor):
-        return "tensor", id(value), None if value.is_inference() else value._version
-    if isinstance(value, tuple | list):
-        return tuple, *map(_described, value)
-    if isinstance(value, dict):
-        return dict, *map(_described, value.items())
-    if isinstance(value, slice):
-        return slice, *map(_described, (value.start, value.stop, value.step))
-    return type(value), value if isinstance(value, Hashable) else id(value)
 
 
 def _are_same(one: Any, other: Any) -> bool:

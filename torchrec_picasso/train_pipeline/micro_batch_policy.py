@@ -102,9 +102,9 @@ class MicroBatchPolicy:
         return self._choice.is_settled and (self._asked is not None or self._num_steps > 0)
 
     @property
-    def is_proved(self) -> bool:
-        """Whether a proof shows that micro-batches train the same as the batch."""
-        return self._proof is not None
+    def proof(self) -> Proof | None:
+        """The proof that micro-batches train the same as the batch; ``None`` = there is none."""
+        return self._proof
 
     @property
     def chosen(self) -> Setting | None:

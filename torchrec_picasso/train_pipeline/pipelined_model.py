@@ -32,6 +32,7 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import Agreement, agree_on
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.proof.dense_part import without_a_trace
+from torchrec_picasso.proof.proof import Proof
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.made_ahead import MadeAhead
@@ -344,10 +345,10 @@ class PipelinedModel:
         context: TrainPipelineContext,
         micro_batches: Sequence[Any],
         sizes: Sequence[int],
-        is_proved: bool,
+        proof: Proof | None,
     ) -> None:
         """Makes the inputs of micro-batches that the model makes itself; CompatError if they cannot
-        be made. Without a proof, they must be parts of the whole batch's."""
+        be made, or are no parts of the whole batch's as far as a proof does not cover that."""
         ahead = self.made_ahead
         with self._reading_in(context):
             for name in ahead.names:
@@ -355,8 +356,10 @@ class PipelinedModel:
         for number, micro_batch in enumerate(micro_batches if ahead.names else ()):
             with self.postprocs_for_part(context, sizes, itemgetter(number)):
                 ahead.make_part(context, micro_batch, number)
-        if not is_proved:
+        if proof is None:
             ahead.check_parts(context, sizes)
+        else:
+            ahead.check_counts(context, proof.equal_rows)
 
     def _reading_in(self, context: TrainPipelineContext) -> AbstractContextManager[None]:
         """In this context, postprocs and inputs that are made ahead run, or return their result."""
