@@ -76,6 +76,8 @@ def _predicted(sent_bytes: Any, num_dense: int, world_size: int) -> dict[str, fl
 TABLES = (Table("a", 8, 72, ("f0",)), Table("b", 16, 60, ("f1",)))
 NUM_HOT = 4
 JOB = Job(placement={"*": NUM_HOT}, tables=TABLES, batch_sizes=(6,))
+HOSTS, PLACES = 2, 2
+BY_HOST = replace(JOB, by_host=("*",), num_places=PLACES)
 HOT_ROWS = (0, 3, 6, 9)
 """The first rows by thirds, as the job's plan has them; rows 30, 31, ... are cold."""
 
@@ -157,8 +159,7 @@ def test_bytes_of_true_numbers_are_exact(world_size: int, driver: Driver) -> Non
 
 def _count_by_host(rank: int, world_size: int) -> dict[str, dict[str, float]]:
     """Bytes of a step inside this rank's host and across hosts."""
-    pretend_hosts(rank, PLACES)
-    pipeline = make_driver((1, False), build(replace(JOB, by_host=("*",)), rank, world_size))
+    pipeline = make_driver((1, False), build(BY_HOST, rank, world_size))
     batches = itertools.repeat(_known_batch(rank, world_size))
     for _ in range(NUM_WARM):
         pipeline.progress(batches)
@@ -178,9 +179,6 @@ def _count_by_host(rank: int, world_size: int) -> dict[str, dict[str, float]]:
         }
         for level, messages in by_level.items()
     }
-
-
-HOSTS, PLACES = 2, 2
 
 
 def test_bytes_of_true_numbers_are_exact_by_host() -> None:

@@ -49,24 +49,6 @@ def load(name: str = "t", **changes: object) -> TableLoad:
     return dataclasses.replace(usual, **changes)  # type: ignore[arg-type]
 
 
-def test_expected_rows_agree_with_simulation() -> None:
-    generator = torch.Generator().manual_seed(0)
-    sample = torch.repeat_interleave(torch.arange(3), torch.tensor([600, 300, 100]))
-    batch = 8
-    work = TableWork(load(lookups=float(batch), bags=float(batch)), world_size=4)
-    cold = touched = 0.0
-    trials = 4000
-    for _ in range(trials):
-        drawn = sample[torch.randperm(sample.numel(), generator=generator)[: 4 * batch]]
-        cold += (drawn[:batch].unique() > 0).sum().item() / trials
-        touched += (drawn == 0).any().item() / trials
-    split = work.split(1)
-    # 4,000 trials of a number below 2: standard error below 0.01
-    assert split.cold_used == pytest.approx(cold, abs=0.04)
-    assert split.hot_touched == pytest.approx(touched, abs=0.04)
-    assert split.coverage == pytest.approx(0.6)
-
-
 def test_without_statistics_every_row_counts_alike() -> None:
     work = TableWork(load(spectrum=None, num_embeddings=50), world_size=2)
     assert work.unique == pytest.approx(50 * (1 - (1 - 1 / 50) ** 50))
@@ -157,18 +139,23 @@ def network(gbytes_per_s: float = 0.1, *, core_ns: float = 0.0, **of: object) ->
     return dataclasses.replace(curves, wire_core_ns=core_ns, **of)  # type: ignore[arg-type]
 
 
-def test_cold_and_dirty_rows_agree_with_drawn_batches() -> None:
+@pytest.mark.parametrize("num_hot", [0, 100])
+def test_rows_agree_with_drawn_batches(num_hot: int) -> None:
     generator = torch.Generator().manual_seed(0)
     chance = zipf_counts(1.0)
-    trials, cold, dirty = 60, 0.0, 0.0
+    trials, cold, dirty, touched = 60, 0.0, 0.0, 0.0
     for _ in range(trials):
         drawn = torch.multinomial(chance, 3 * BATCH, replacement=True, generator=generator)
         before, rows = drawn[: 2 * BATCH].unique(), drawn[2 * BATCH :].unique()
+        rows = rows[rows >= num_hot]
         cold += rows.numel() / trials
         dirty += float(torch.isin(rows, before).sum()) / trials
-    split = work().split(0)
+        touched += float((before < num_hot).sum()) / trials
+    split = work().split(num_hot)
     assert split.cold_used == pytest.approx(cold, rel=0.04)
     assert split.dirty == pytest.approx(dirty, rel=0.04)
+    assert split.hot_touched == pytest.approx(touched, rel=0.04)
+    assert split.coverage == pytest.approx(float(chance[:num_hot].sum() / chance.sum()))
 
 
 def test_hot_rows_are_neither_cold_nor_dirty() -> None:

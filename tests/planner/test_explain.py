@@ -25,7 +25,7 @@ from torchrec_picasso import (
 )
 from torchrec_picasso.cost import CommCurves, LocalCosts
 from torchrec_picasso.cost.curves import COLLECTIVES, Curve
-from torchrec_picasso.cost.local import PhaseCost, SideCosts
+from torchrec_picasso.cost.local import DenseTimes, PhaseCost, SideCosts
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
@@ -263,13 +263,8 @@ def test_without_curves_a_plan_of_given_rows_says_nothing_of_micro_batches() -> 
 
 
 def test_the_dense_part_is_that_of_the_curves_unless_given() -> None:
-    from dataclasses import replace
-
-    from torchrec_picasso.cost.local import DenseTimes
-
-    known = replace(
-        SLOW, dense=DenseTimes(forward_ms=10.0, backward_ms=20.0, batch_size=LARGE_BATCH // 2)
-    )
+    dense = DenseTimes(forward_ms=10.0, backward_ms=20.0, batch_size=LARGE_BATCH // 2)
+    known = dataclasses.replace(SLOW, dense=dense)
     planner, _ = planned_of(Towers(), curves=known)
     assert planner.decision.dense.total_ms == pytest.approx(60)  # twice the samples
     assert planner.decision.dense.parameter_bytes == 4 * (48 * 500 + 500)

@@ -156,17 +156,6 @@ def test_replicas_of_uvm_homes_must_fit_in_hbm() -> None:
         plan(ROWS["b"], homes_alone)
 
 
-def test_arguments_reach_torchrec() -> None:
-    proposer = GridSearchProposer()
-    constraints = {"a": ParameterConstraints(sharding_types=["column_wise"])}
-    planner = hot_cold_planner(
-        topology(), hot_rows={"b": 1}, constraints=constraints, proposer=proposer, debug=False
-    )
-    assert planner._proposers == [proposer]
-    plan = planner.plan(Model(), [AbleSharder()])
-    assert plan.plan["pooled"]["a"].sharding_type == "column_wise"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -307,10 +296,12 @@ def test_tables_that_are_not_named_take_what_torchrec_rates_fastest() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_proposers_are_torchrecs(device: str) -> None:
+def test_the_proposers_are_torchrecs_or_given(device: str) -> None:
     others = [type(other) for other in hot_cold_planner(topology(device), hot_rows=0)._proposers]
     assert others[-3:] == [GreedyProposer, GreedyProposer, UniformProposer]
     assert others[:-3] == ([GridSearchProposer] if device == "cuda" else [])
+    own = GridSearchProposer()
+    assert hot_cold_planner(topology(device), hot_rows=0, proposer=own)._proposers == [own]
 
 
 def test_a_model_without_tables_has_an_empty_plan() -> None:

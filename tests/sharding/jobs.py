@@ -27,6 +27,7 @@ from torchrec.distributed.sharding_plan import data_parallel, row_wise, table_wi
 from torchrec.optim import optimizers
 
 import torchrec_picasso as picasso
+from tests.support.hosts import pretend_hosts
 from tests.support.placing import distribute, place, wire_codecs
 from tests.support.tables import Table, bags_of
 from torchrec_picasso.placement import Form
@@ -99,6 +100,8 @@ class Job:
     seed: int = 0
     by_host: tuple[str, ...] = ()
     """Tables whose rows travel by host, of those whose rows travel; ``"*"`` stands for all."""
+    num_places: int = 2
+    """Ranks of each host that the ranks pretend to be on, where rows travel by host."""
 
     def batch_size(self, rank: int) -> int:
         return self.batch_sizes[rank % len(self.batch_sizes)]
@@ -198,6 +201,8 @@ def shard(
     pg: dist.ProcessGroup | None = None,
 ) -> DistributedModelParallel:
     """Shards a model as its job says, with the weights that it has; tables are by collection."""
+    if job.by_host:
+        pretend_hosts(dist.get_rank(), job.num_places)
     start = {name: value.detach().clone() for name, value in model.state_dict().items()}
     places = {
         table.name: job.placement.get(table.name, job.placement.get("*"))

@@ -36,6 +36,7 @@ from tests.sharding.jobs import (
     train,
     whole,
 )
+from tests.support.hosts import pretend_hosts
 from tests.support.placing import distribute
 from tests.support.tables import bags_of, stats_of, tables_of
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_planner
@@ -119,6 +120,8 @@ class Link:
     world_size: int
     turn: int
     counted: bool = True
+    by_host: bool = False
+    """Whether rows travel between hosts of two ranks each."""
 
     @property
     def hot_rows(self) -> dict[str, int]:
@@ -129,10 +132,11 @@ class Link:
 
 CHAIN = (
     Link(2, turn=0),
-    Link(4, turn=0),
+    Link(4, turn=0, by_host=True),
     Link(3, turn=1),
     Link(4, turn=2, counted=False),
     Link(1, turn=2),
+    Link(6, turn=1, by_host=True),
     Link(2, turn=1),
 )
 
@@ -182,6 +186,10 @@ def _load_train_save(
         batch_size=BATCH,
         debug=False,
     ).collective_plan(model, [sharder], pg)
+    if link.by_host:
+        pretend_hosts(rank, 2)
+        for placed in plan.plan["ebc"].values():
+            placed.cache_params.form = "node_rows"
     sharded = distribute(model, plan.plan, [sharder])
     _step(sharded, rank)  # so that replicas are filled, and must notice what is loaded
     loaded = None

@@ -1,4 +1,4 @@
-"""Sequence tables against stock TorchRec: losses, weights, optimizer state; ranks 1, 2 and 3.
+"""Sequence tables against stock TorchRec: losses, weights, optimizer state; ranks 1 to 4.
 
 An EmbeddingCollection and two EmbeddingBagCollections in one model, by the plain loop and by the
 interleaved pipeline in 1, 2 and 4 micro-batches, looking ahead or not. Tolerances are those of
@@ -55,6 +55,15 @@ JOBS: dict[str, SequenceJob] = {
         num_steps=6,
         **SGD,
     ),
+    "by_host": dataclasses.replace(
+        BASE, placement={"*": 3}, by_host=("*",), batch_sizes=(6, 3, 1, 5)
+    ),
+    "by_host_beside_bags": dataclasses.replace(
+        BASE,
+        placement={"*": 3, "user": "bags"},
+        by_host=("item", "shop"),
+        batch_sizes=(6, 3, 4, 5),
+    ),
     "half_stock": dataclasses.replace(
         BASE, placement={"item": 2, "shop": "table_wise", "user": "table_wise", "*": 1}
     ),
@@ -87,11 +96,14 @@ EXTREMES = ("SparseDist", "K=1, ahead=False", "K=4, ahead=True")
 DRIVERS_OF = {
     1: dict.fromkeys(("some_hot", "all_hot", "bags"), ("plain", "K=2, ahead=True")),
     2: {
-        **dict.fromkeys(JOBS, EXTREMES),
+        **{name: EXTREMES for name, job in JOBS.items() if not job.by_host},
         "weights": ("plain", *EXTREMES),
         **dict.fromkeys(("some_hot", "bags"), tuple(DRIVERS)),
     },
     3: dict.fromkeys(("no_hot", "some_hot", "bags", "all_bags"), ("SparseDist", "K=2, ahead=True")),
+    4: dict.fromkeys(
+        ("by_host", "by_host_beside_bags"), ("SparseDist", "K=1, ahead=True", "K=4, ahead=True")
+    ),
 }
 """By number of ranks and job."""
 CASES = [

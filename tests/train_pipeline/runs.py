@@ -81,6 +81,13 @@ Run = tuple[jobs.Result, list[Tensor]]
 """What a run leaves behind on a rank, and the output of each step."""
 
 
+def plain_run(job: jobs.Job, rank: int, world_size: int, steps: Iterable[int] | None = None) -> Run:
+    """What the plain loop leaves behind of a new model, and its outputs."""
+    model = jobs.build(job, rank, world_size)
+    outputs = plain_steps(model, batches_of(job, rank, steps or range(job.num_steps)))
+    return jobs.result_of(model, []), outputs
+
+
 def compare_runs(
     by_rank: Sequence[Any], mine: Any, expected: Any, rtol: float = RTOL, atol: float = ATOL
 ) -> None:

@@ -4,7 +4,6 @@ The expected numbers are numpy's, from the ids alone. A rank then sends to the o
 and to those of its place on other hosts, and to nobody else, but for the flags of a step.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -19,14 +18,10 @@ from torchrec.datasets.utils import Batch
 
 from tests.conftest import CRITEO_FILE, real_data
 from tests.sharding.jobs import Job, Table, build
-from tests.support.hosts import pretend_hosts
 from tests.support.shared_run import run_once
 from tests.support.wire import Message, MessageRecorder, elements
 from tests.train_pipeline.runs import pipeline_of
-from torchrec_picasso.cost.hot_cold import ByHost, HotColdTotals, level_bytes
-from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.exchange.agreement import Flags
-from torchrec_picasso.frequency.spectrum import CountSpectrum
 
 FEATURES = tuple(f"c{number + 1}" for number in range(26))
 DIM, NUM_STEPS = 16, 4
@@ -53,21 +48,21 @@ def _batch(rank: int, world_size: int, size: int, step: int) -> Batch:
     return Batch(torch.zeros(size, 1), features, torch.zeros(size))
 
 
-def _job(by_host: bool) -> Job:
+def _job(by_host: bool, num_places: int) -> Job:
     rows = _ids().max(1) + 1
     return Job(
         placement={"*": 0},
         tables=tuple(Table(f"t_{f}", DIM, int(n), (f,)) for f, n in zip(FEATURES, rows)),
         by_host=("*",) if by_host else (),
+        num_places=num_places,
     )
 
 
 def _record(rank: int, world_size: int, hosts: tuple[int, int]) -> dict[bool, list[Message]]:
     """Messages of step 1, which trains batch 1, fetches rows of batch 2 and asks for those of 3."""
-    pretend_hosts(rank, hosts[1])
     found = {}
     for by_host in (False, True):
-        model = build(dataclasses.replace(_job(by_host)), rank, world_size)
+        model = build(_job(by_host, hosts[1]), rank, world_size)
         pipeline = pipeline_of(model, num_micro_batches=1, lookahead=False)
         size = BATCH_SIZE_OF[hosts]
         batches = iter([_batch(rank, world_size, size, step) for step in range(NUM_STEPS)])
@@ -125,33 +120,6 @@ def test_a_row_crosses_once_per_host(hosts: tuple[int, int]) -> None:
         for by_host in (False, True)
     )
     assert mine / flat <= MOST_OF[hosts], mine / flat
-
-
-@pytest.mark.data
-@pytest.mark.parametrize("hosts", BATCH_SIZE_OF)
-def test_the_cost_model_expects_the_rows_that_cross(hosts: tuple[int, int]) -> None:
-    """Within 3 %: the rows of four steps, from the counts of all samples."""
-    (num_hosts, num_places), size = hosts, BATCH_SIZE_OF[hosts]
-    world_size, num_steps = num_hosts * num_places, 4
-    totals = HotColdTotals()
-    for ids in _ids():
-        counts = torch.from_numpy(np.bincount(ids))
-        load = TableLoad(
-            name="",
-            num_embeddings=len(counts),
-            dim=DIM,
-            lookups=size,
-            bags=size,
-            spectrum=CountSpectrum.from_counts(counts, len(counts)),
-        )
-        work = TableWork(load, world_size, num_places)
-        totals = totals.plus(HotColdTotals.from_table(work, 0, "node_rows"))
-    by_host = ByHost(totals=totals, num_packs=1, ranks_per_host=num_places)
-    per_rank, per_host = np.sum([_expected_rows(hosts, step) for step in range(num_steps)], axis=0)
-    across = level_bytes(by_host, world_size)["across"]
-    steps_of_all = num_steps * world_size
-    assert across["rows"] * steps_of_all == pytest.approx(4 * DIM * per_host, rel=0.03)
-    assert across["ids"] * steps_of_all == pytest.approx(4 * per_rank, rel=0.03)
 
 
 @pytest.mark.data

@@ -96,6 +96,20 @@ def _count_one(rank: int, world_size: int, job: Job, driver: Driver) -> list[dic
     return _kinds(build(job, rank, world_size), job, rank, driver)
 
 
+def _count_by_host(rank: int, world_size: int) -> list[tuple[Driver, list[dict[str, float]]]]:
+    by_host: dict[str, Any] = {"by_host": ("*",), "batch_sizes": (12,)}
+    jobs = [dataclasses.replace(_job(num_tables), **by_host) for num_tables in (2, 26)]
+    return [(of, _count_one(rank, world_size, job, of)) for job in jobs for of in PER_STEP]
+
+
+def test_each_exchange_by_host_but_the_agreement_has_two_parts() -> None:
+    """The sum of hot rows has two, before and after its all-reduce over hosts."""
+    for of_rank in run_ranks(_count_by_host, 4, timeout_s=200):
+        for driver, steps in of_rank:
+            expected = 1 + 2 * (PER_STEP[driver]["all_to_all"] - 1) + 2
+            assert [step["all_to_all"] for step in steps] == [expected] * NUM_COUNTED, driver
+
+
 def test_two_micro_batches_of_bags_exchange_by_wave() -> None:
     """Agreement, header, ids; bags and their gradients for two chunks of three waves, one a dim."""
     job = dataclasses.replace(_job(NUM_TABLES[1]), placement={"*": "bags"})

@@ -19,6 +19,7 @@ from tests.train_pipeline.runs import (
     empty_of,
     make_driver,
     pipeline_of,
+    plain_run,
     plain_steps,
     run_to_the_end,
 )
@@ -35,6 +36,7 @@ JOBS = {
     "stock": Job(placement={"*": "table_wise"}, tables=PLAIN),
     "bags": Job(placement={"*": "bags", "b": "table_wise"}, tables=PLAIN),
     "mean": Job(placement={"*": 2}, tables=PLAIN),
+    "by_host": Job(placement={"*": 2}, by_host=("*",), batch_sizes=(16, 9, 3, 5)),
     "changing": Job(placement={"*": 2}, tables=PLAIN),
     "stock_mean": Job(placement={"*": 2, "c": "row_wise"}, tables=PLAIN),
 }
@@ -49,6 +51,9 @@ CASES = [
         ("mixed", (2, 5)),
         ("stock", (4, 2)),
         ("mean", (2, 4)),
+        ("by_host", (5, 3, 0, 2)),
+        ("by_host", (0, 0, 0, 3)),
+        ("by_host", (4, 4, 4, 4)),
         ("stock_mean", (3, 3)),  # TorchRec has no means of no samples, so no rank may need any
     ]
     for num_micro_batches in (1, 4)
@@ -111,9 +116,9 @@ def test_a_rank_whose_data_has_ended_goes_on_with_empty_batches(case: Any) -> No
 
 
 def _epochs(rank: int, world_size: int, name: str) -> dict[str, Run]:
-    """Training with 3 and 1 batches, evaluation with 1 and 2, training with 2 and 2."""
+    """Training with 3 and 1 batches, evaluation with 1 and 2, training with 2 and 2; by turns."""
     job = JOBS[name]
-    epochs = [(True, (3, 1)), (False, (1, 2)), (True, (2, 2))]
+    epochs = [(True, (3, 1, 3, 1)), (False, (1, 2, 1, 2)), (True, (2, 2, 2, 2))]
     results = {}
     for kind in ("plain", "interleaved"):
         model = build(job, rank, world_size)
@@ -131,9 +136,9 @@ def _epochs(rank: int, world_size: int, name: str) -> dict[str, Run]:
     return results
 
 
-@pytest.mark.parametrize("name", ["waves", "stock"])
-def test_uneven_epochs_of_training_and_evaluation(name: str) -> None:
-    by_rank = run_ranks(_epochs, 2, name, timeout_s=60)
+@pytest.mark.parametrize(("name", "world_size"), [("waves", 2), ("stock", 2), ("by_host", 4)])
+def test_uneven_epochs_of_training_and_evaluation(name: str, world_size: int) -> None:
+    by_rank = run_ranks(_epochs, world_size, name, timeout_s=60)
     assert len(by_rank[0]["plain"][1]) == 3 + 2 + 2
     compare_runs(by_rank, "interleaved", "plain")
 
@@ -151,10 +156,7 @@ def _stop_together(rank: int, world_size: int, name: str) -> dict[str, Run]:
     results = {"interleaved": (result_of(model, []), outputs)}
 
     trained = [0, 1, 2, 3] if rank == 0 else [0, 1, 2, 10]
-    model = build(job, rank, world_size)
-    outputs = plain_steps(model, batches_of(job, rank, trained))
-    results["plain"] = result_of(model, []), outputs
-    return results
+    return {**results, "plain": plain_run(job, rank, world_size, trained)}
 
 
 @pytest.mark.parametrize("name", ["hot_cold", "stock"])

@@ -3,6 +3,7 @@
 import datetime
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +21,10 @@ from torchrec_picasso.errors import InputError
 from torchrec_picasso.exchange.peers import Peers
 
 HEARD = Job(placement={"*": 2, "one_row": 1}, tables=ODD)
+HEARD_BY_HOST = replace(HEARD, by_host=("*",))
 HEARD_BESIDE_STOCK = Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN)
 GROUP_TIMEOUT_S = 5.0
 FAULTY = 1
-WORLD_SIZE = 3
 BROKEN_STEP = 4
 
 
@@ -87,7 +88,7 @@ def fail_on_one_rank(
     )
     arm = put_into_forward(model, act)
     batches = runs.batches_of(job, rank, range(9))
-    if is_ours and job is HEARD:  # a failure that all got over must not be heard of again
+    if is_ours and job.tables is ODD:  # a failure that all got over must not be heard of again
         bad = runs.batches_of(job, rank, range(1))
         bad[0].sparse_features._values = torch.full_like(bad[0].sparse_features.values(), 10**6)
         with pytest.raises(InputError):
@@ -112,18 +113,25 @@ def fail_on_one_rank(
     return raised
 
 
+def fail(top: Path, job: Job, *how: Any) -> list[tuple[str, str, float]]:
+    """What each of three ranks raises, or of four on two hosts."""
+    world_size = 4 if job.by_host else 3
+    return run_ranks(fail_on_one_rank, world_size, str(top), job, *how, timeout_s=60)
+
+
 @pytest.mark.parametrize(
     ("job", "where", "at"),
     [
         (HEARD, "forward", "step 4, forward 0"),
         (HEARD, "data", "step 2, next batch"),
+        (HEARD_BY_HOST, "forward", "step 4, forward 0"),
+        (HEARD_BY_HOST, "data", "step 2, next batch"),
         (HEARD_BESIDE_STOCK, "forward", "step 4, forward 0"),
     ],
-    ids=["rows", "data", "mixed"],
+    ids=["rows", "data", "by host", "data by host", "mixed"],
 )
 def test_a_rank_that_raises_is_heard_by_all(tmp_path: Path, job: Job, where: str, at: str) -> None:
-    args = (str(tmp_path), job, where, break_it)
-    raised = run_ranks(fail_on_one_rank, WORLD_SIZE, *args, timeout_s=60)
+    raised = fail(tmp_path, job, where, break_it)
     for rank, (kind, text, _) in enumerate(raised):
         if rank == FAULTY:
             assert (kind, text) == ("BrokenError", "the user's own words")
@@ -135,8 +143,7 @@ def test_a_rank_that_raises_is_heard_by_all(tmp_path: Path, job: Job, where: str
 @pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "stock"])
 def test_peers_of_a_rank_that_lives_on_wait_for_the_timeout(tmp_path: Path, is_ours: bool) -> None:
     """As long under TorchRec's pipeline, whose error does not say why."""
-    args = (str(tmp_path), HEARD, "forward", break_it, 3 * GROUP_TIMEOUT_S, is_ours)
-    raised = run_ranks(fail_on_one_rank, WORLD_SIZE, *args, timeout_s=60)
+    raised = fail(tmp_path, HEARD, "forward", break_it, 3 * GROUP_TIMEOUT_S, is_ours)
     words = "the user's own words"
     for rank, (kind, text, after_s) in enumerate(raised):
         if rank == FAULTY:
@@ -148,25 +155,24 @@ def test_peers_of_a_rank_that_lives_on_wait_for_the_timeout(tmp_path: Path, is_o
 
 
 def test_a_loss_without_a_graph_on_one_rank_is_heard_by_all(tmp_path: Path) -> None:
-    args = (str(tmp_path), HEARD, "forward", forget_graphs)
-    raised = run_ranks(fail_on_one_rank, WORLD_SIZE, *args, timeout_s=60)
-    kinds = ["RuntimeError" if rank == FAULTY else "PeerError" for rank in range(WORLD_SIZE)]
+    raised = fail(tmp_path, HEARD, "forward", forget_graphs)
+    kinds = ["RuntimeError" if rank == FAULTY else "PeerError" for rank in range(len(raised))]
     assert [kind for kind, _, _ in raised] == kinds
     for _, text, _ in raised:
         assert "element 0 of tensors does not require grad" in text
 
 
-def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path: Path) -> None:
-    args = (str(tmp_path), HEARD, "forward", hang)
-    raised = run_ranks(fail_on_one_rank, WORLD_SIZE, *args, timeout_s=60)
+@pytest.mark.parametrize("job", [HEARD, HEARD_BY_HOST], ids=["rows", "by host"])
+def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path: Path, job: Job) -> None:
+    raised = fail(tmp_path, job, "forward", hang)
     for rank, (kind, text, after_s) in enumerate(raised):
         if rank == FAULTY:
             continue
         assert kind == PeerError.__name__
         assert text.startswith(f"rank {rank} waited in vain in step 4, ")
         assert text.endswith(f"; rank {FAULTY} said nothing: it hangs or was ended")
-        other = ({0, 1, 2} - {FAULTY, rank}).pop()
-        assert f"; rank {other} waited in step 4, " in text
+        for other in set(range(len(raised))) - {FAULTY, rank}:
+            assert f"; rank {other} waited in step 4, " in text
         assert after_s < 2 * GROUP_TIMEOUT_S
 
 

@@ -27,6 +27,7 @@ SUMS = tuple(replace(table, mean=False) for table in PLAIN)
 JOBS: dict[str, Job] = {
     "rows": Job(placement={"*": 3, "one_row": 1}, tables=ODD, batch_sizes=(16, 9)),
     "waves": Job(placement={"*": 2}, waves={"a": 1}),
+    "by host": Job(placement={"*": 2}, by_host=("*",), batch_sizes=(16, 9, 3, 5)),
     "weights, bags beside": Job(placement={"*": 4, "c": "bags"}, tables=SUMS, weighted=True),
     "stock beside": Job(placement={"*": 2, "b": "table_wise"}),
     "sequences, three modules": SequenceJob(placement={"*": 3}),
@@ -34,10 +35,10 @@ JOBS: dict[str, Job] = {
     "stock": Job(placement={"*": "table_wise"}),
     "made ahead of the model": Job(placement={"*": 2}),
 }
-MOVING = ("rows", "waves", "weights, bags beside")
+MOVING = ("rows", "waves", "by host", "weights, bags beside")
 NEVER = ("bags alone", "stock", "made ahead of the model")
 SETTINGS = ((1, False), (4, True))
-STEPS = (6, 4)
+STEPS = (6, 4, 5, 3)
 """Batches of each rank."""
 
 
@@ -59,15 +60,15 @@ class _Shifted(nn.Module):
         return self.inside(self.shift(features))
 
 
-def _built(name: str, rank: int) -> Any:
+def _built(name: str, rank: int, world_size: int) -> Any:
     job = JOBS[name]
     if isinstance(job, SequenceJob):
-        return build_sequences(job, 2)
+        return build_sequences(job, world_size)
     if name in NEVER[2:]:
         model = Model(job)
         model.ebc = _Shifted(model.ebc)
-        return shard(model, job, {"ebc.inside": job.tables}, 2)
-    return build(job, rank, 2)
+        return shard(model, job, {"ebc.inside": job.tables}, world_size)
+    return build(job, rank, world_size)
 
 
 def _collections(name: str) -> tuple[str, ...]:
@@ -82,9 +83,12 @@ def _sent(prepare: Any, batches: Sequence[Batch]) -> Iterator[Any]:
     return (pickle.loads(pickle.dumps(prepare(batch))) for batch in batches)
 
 
-def _train(name: str, rank: int, setting: tuple[int, bool], is_prepared: bool) -> tuple[Run, str]:
+def _train(
+    name: str, rank: int, world_size: int, setting: tuple[int, bool], is_prepared: bool
+) -> tuple[Run, str]:
     """Training of uneven length with refreshes, then an evaluation."""
-    model, batches = _built(name, rank), batches_of(JOBS[name], rank, range(STEPS[rank]))
+    batches = batches_of(JOBS[name], rank, range(STEPS[rank]))
+    model = _built(name, rank, world_size)
     reports = StepReports()
     pipeline = pipeline_of(
         model,
@@ -108,7 +112,7 @@ def _train_all(rank: int, world_size: int, name: str) -> Any:
     runs, told = {}, {}
     for setting in SETTINGS:
         for is_prepared in (False, True):
-            found = _train(name, rank, setting, is_prepared)
+            found = _train(name, rank, world_size, setting, is_prepared)
             runs[setting, is_prepared], told[setting, is_prepared] = found
     return runs, told
 
@@ -116,7 +120,7 @@ def _train_all(rank: int, world_size: int, name: str) -> Any:
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", JOBS)
 def test_trains_the_same_bits(name: str, setting: tuple[int, bool]) -> None:
-    by_rank, told = zip(*run_once(_train_all, 2, name))
+    by_rank, told = zip(*run_once(_train_all, 4 if JOBS[name].by_host else 2, name))
     compare_runs(by_rank, (setting, True), (setting, False), rtol=0, atol=0)
     for rank, lines in enumerate(told):
         assert "prepared" not in lines[setting, False]

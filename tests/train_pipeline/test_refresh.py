@@ -49,6 +49,8 @@ JOBS = {
         optimizer_kwargs={"lr": 0.1, "eps": 1e-2},
     ),
     "mixed": jobs.Job(placement={"*": 5, "b": "table_wise", "c": "bags"}),
+    "without_hosts": jobs.Job(placement={"*": 6}, batch_sizes=(16, 9, 3, 5)),
+    "by_host": jobs.Job(placement={"*": 6}, batch_sizes=(16, 9, 3, 5), by_host=("*",)),
     "weighted_two_tables": jobs.Job(
         placement={"*": 4},
         tables=tuple(dataclasses.replace(table, mean=False) for table in jobs.PLAIN),
@@ -57,8 +59,11 @@ JOBS = {
     ),
 }
 DRIVERS: tuple[Driver, ...] = (None, (1, False), (2, True), (4, True))
-CASES = [(2, name, driver) for name in JOBS for driver in DRIVERS] + [
-    (3, name, driver) for name in ("rows", "adagrad_uneven") for driver in (None, (4, True))
+HOSTS = ("without_hosts", "by_host")
+CASES = [
+    *((2, name, driver) for name in JOBS if name not in HOSTS for driver in DRIVERS),
+    *((3, name, driver) for name in ("rows", "adagrad_uneven") for driver in (None, (4, True))),
+    *((4, name, driver) for name in HOSTS for driver in (None, (1, True), (4, True))),
 ]
 
 
@@ -129,6 +134,13 @@ def test_trains_as_the_plain_loop(world_size: int, name: str, driver: Driver) ->
     assert runs[0].num_moved > 4
     assert all(run.hot_rows == runs[0].hot_rows for run in runs)
     assert all(run.replicas_are_homes for run in runs)
+
+
+@pytest.mark.parametrize("driver", [None, (1, True), (4, True)], ids=str)
+def test_ranks_that_ask_are_counted_not_hosts(driver: Driver) -> None:
+    for found in run_once(_run, 4):
+        flat, mine = (found[name, driver] for name in HOSTS)
+        assert (mine.hot_rows, mine.num_moved) == (flat.hot_rows, flat.num_moved)
 
 
 JOB = jobs.Job(placement={"*": 3, "one_row": 1}, tables=jobs.ODD)

@@ -26,6 +26,7 @@ from tests.train_pipeline.runs import (
     batches_of,
     compare_runs,
     pipeline_of,
+    plain_run,
     plain_steps,
     run_to_the_end,
 )
@@ -272,7 +273,7 @@ def _refused_late(rank: int, world_size: int) -> dict[Any, tuple[list[str], Run,
     """One of rank 1's batches has features with batch sizes of their own."""
     found = {}
     for job, (name, (odd, trained)) in product((JOB, BESIDE_STOCK), ODD_BATCHES.items()):
-        model, plain = (build(job, rank, world_size) for _ in range(2))
+        model = build(job, rank, world_size)
         pipeline = pipeline_of(model, num_micro_batches=2)
         batches = batches_of(job, rank, range(9))
         if rank == 1:
@@ -288,9 +289,8 @@ def _refused_late(rank: int, world_size: int) -> dict[Any, tuple[list[str], Run,
                 except CompatError as error:
                     told.append(str(error))
                     pipeline.reset()
-        expected = plain_steps(plain, batches_of(job, rank, trained))
-        mine, its = (result_of(model, []), outputs), (result_of(plain, []), expected)
-        found[job is JOB, name] = told, mine, its
+        expected = plain_run(job, rank, world_size, trained)
+        found[job is JOB, name] = told, (result_of(model, []), outputs), expected
     return found
 
 

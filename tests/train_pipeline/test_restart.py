@@ -30,6 +30,7 @@ from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 
 HOT_COLD = Job(placement={"*": 2, "one_row": 1}, tables=ODD, batch_sizes=(12,))
 WAVES = dataclasses.replace(HOT_COLD, waves={"a": 1, "two_rows": 2})
+BY_HOST = dataclasses.replace(HOT_COLD, by_host=("*",))
 MIXED = Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN, batch_sizes=(12,))
 STOCK = Job(placement={"*": "table_wise"}, tables=PLAIN, batch_sizes=(12, 7))
 STEPS = range(9)
@@ -113,15 +114,17 @@ def _one_iterator_raises(model: Any, pipeline: Any, job: Job, rank: int) -> list
 
 
 def _bad_batches(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
-    """The first batch is bad on rank 1, and so is the fifth."""
+    """The first batch is bad on rank 1, and so is the fifth; all ranks are told."""
+    own, others = "feature 'f0' looks up row 1000000", r"rank 1 holds \d+ ids outside their tables"
+    told = own if rank == 1 else others
     listed = runs.batches_of(job, rank, STEPS)
     for index in (0, 4) if rank == 1 else ():
         listed[index].sparse_features.values().fill_(10**6)
     batches = iter(listed)
-    with pytest.raises(InputError):  # no step has begun, nothing is in flight
+    with pytest.raises(InputError, match=told):  # no step has begun, nothing is in flight
         pipeline.progress(batches)
     outputs = [pipeline.progress(batches)]
-    with pytest.raises(InputError):  # in the step of 2
+    with pytest.raises(InputError, match=told):  # in the step of 2
         pipeline.progress(batches)
     pipeline.reset()
     return outputs + runs.run_to_the_end(pipeline, batches)
@@ -192,6 +195,8 @@ CASES: dict[str, tuple[Callable[..., list[Tensor]], Job, int, list[int]]] = {
     "inference mode, K=4": (_evaluated_in_inference_mode, WAVES, 4, [2, 3, 4, 6, 7, 8]),
     "inference mode, stock beside": (_evaluated_in_inference_mode, MIXED, 1, [2, 3, 4, 6, 7, 8]),
     "bad batches": (_bad_batches, HOT_COLD, 2, [1, 5, 6, 7, 8]),
+    "bad batches, by host, K=1": (_bad_batches, BY_HOST, 1, [1, 5, 6, 7, 8]),
+    "bad batches, by host, K=4": (_bad_batches, BY_HOST, 4, [1, 5, 6, 7, 8]),
     "detached, K=1": (_trained_while_detached, HOT_COLD, 1, AROUND_DETACHED),
     "detached, K=4": (_trained_while_detached, HOT_COLD, 4, AROUND_DETACHED),
     "detached, waves": (_trained_while_detached, WAVES, 1, AROUND_DETACHED),
@@ -201,21 +206,27 @@ CASES: dict[str, tuple[Callable[..., list[Tensor]], Job, int, list[int]]] = {
 """What happens, to which job, with how many micro-batches, and the batches that are trained on."""
 
 
+def _world_size(job: Job) -> int:
+    return 4 if job.by_host else 2
+
+
 def _run(rank: int, world_size: int) -> dict[str, tuple[runs.Run, runs.Run]]:
     """Every case, and the plain loop over what it trains on."""
     results = {}
     for name, (act, job, num_micro_batches, trained) in CASES.items():
-        mine, plain = (build(job, rank, world_size) for _ in range(2))
+        if world_size != _world_size(job):
+            continue
+        mine, plain = build(job, rank, world_size), runs.plain_run(job, rank, world_size, trained)
         pipeline = runs.pipeline_of(mine, num_micro_batches=num_micro_batches)
         outputs = act(mine, pipeline, job, rank)
-        expected = runs.plain_steps(plain, runs.batches_of(job, rank, trained))
-        results[name] = (result_of(mine, []), outputs), (result_of(plain, []), expected)
+        results[name] = (result_of(mine, []), outputs), plain
     return results
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_training_goes_on_as_the_plain_loop_over_the_same_batches(name: str) -> None:
-    runs.compare_runs([results[name] for results in run_once(_run, 2)], 0, 1)
+    by_rank = run_once(_run, _world_size(CASES[name][1]))
+    runs.compare_runs([results[name] for results in by_rank], 0, 1)
 
 
 def _another_model(rank: int, world_size: int) -> tuple[runs.Run, runs.Run]:
@@ -256,9 +267,7 @@ def _in_turn(rank: int, world_size: int) -> dict[Any, runs.Run]:
             for pipeline, reader in zip(pipelines, readers)
         ]
         found[number] = result_of(model, []), outputs
-    plain = build(JOB, rank, world_size)
-    outputs = runs.plain_steps(plain, batches)
-    return {**found, "plain": (result_of(plain, []), outputs)}
+    return {**found, "plain": runs.plain_run(JOB, rank, world_size, range(2 * NUM_STEPS))}
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -43,7 +43,12 @@ from torchrec_picasso.storage.row_tables import HomesAndReplicas
 BETWEEN = 2
 """Steps from one write to the next: the first has rows in flight, the second fetched some early."""
 ROWS, BAGS = Job(placement={"*": 4}, waves={"b": 1}), Job(placement={"*": "bags"}, tables=PLAIN[:2])
-CASES = {"rows": (2, ROWS, "row_wise"), "bags": (3, BAGS, "table_wise")}
+BY_HOST = dataclasses.replace(ROWS, tables=PLAIN[:2], by_host=("*",))
+CASES = {
+    "rows": (2, ROWS, "row_wise"),
+    "by host": (4, BY_HOST, "row_wise"),
+    "bags": (3, BAGS, "table_wise"),
+}
 DRIVERS: tuple[Driver, ...] = (None, (1, True), (2, True))
 
 

@@ -189,20 +189,9 @@ def test_source_needs_a_path() -> None:
 
 
 @pytest.mark.data
-def test_real_file_gives_the_published_skew() -> None:
-    path = Path(__file__).parents[4] / "shared" / "data" / "criteo_tb_80k.parquet"
-    if not path.is_file():
-        pytest.skip("the real id stream is not beside the checkout")
-    batch = next(
-        CriteoSource(
-            DataConfig(
-                path=str(path),
-                batch_size=4096,
-                cardinalities="criteo_terabyte_10m",
-                max_rows=10_000_000,
-            )
-        ).batches(0, 1)
-    )
+def test_real_file_gives_the_published_skew(criteo_path: Path) -> None:
+    sizes = {"cardinalities": "criteo_terabyte_10m", "max_rows": 10_000_000}
+    batch = next(source(criteo_path, batch_size=4096, **sizes).batches(0, 1))
     values_FB = batch.sparse_features.values().view(26, -1).numpy()
     num_distinct = sum(len(np.unique(values_B)) for values_B in values_FB)
     # 22,900 of 106,496 measured on another 4,096 samples of the same stream.
