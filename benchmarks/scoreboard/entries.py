@@ -6,7 +6,7 @@ Alimama's rows; MMoE needs two labels and DHEN many fields, which only generated
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchrec_picasso.app.config import DataConfig, FeatureConfig, ModelConfig, TrainConfig
@@ -66,6 +66,14 @@ class Entry:
 
 _PROFILE = {"profile": FeatureConfig(dim=16)}
 
+_LONG = Entry(
+    model=ModelConfig(kind="hstu", embedding_dim=256),
+    batch_size=32,
+    max_history=256,
+    num_tasks=2,
+    stock=_EVERY_STOCK,
+)
+
 FIELDS = {"fields_40": (40, 1024), "fields_130": (130, 2048), "fields_460": (460, 2048)}
 """The sweep over generated fields of :mod:`benchmarks.fields`: how many, and samples per rank."""
 
@@ -90,20 +98,8 @@ ENTRIES = {
         model=ModelConfig(kind="tbsm", embedding_dim=16), batch_size=1024, max_history=20
     ),
     "hstu": Entry(model=ModelConfig(kind="hstu", embedding_dim=64), batch_size=128, num_tasks=2),
-    "hstu_long": Entry(
-        model=ModelConfig(kind="hstu", embedding_dim=256),
-        batch_size=32,
-        max_history=256,
-        num_tasks=2,
-        stock=_EVERY_STOCK,
-    ),
-    "hstu_long_64": Entry(
-        model=ModelConfig(kind="hstu", embedding_dim=64),
-        batch_size=32,
-        max_history=256,
-        num_tasks=2,
-        stock=_EVERY_STOCK,
-    ),
+    "hstu_long": _LONG,
+    "hstu_long_64": replace(_LONG, model=ModelConfig(kind="hstu", embedding_dim=64)),
 }
 """By name, in the order in which they were published or nearly so."""
 
