@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrec_picasso.cost.schedule_time import Message, OpTime, StepPrice, step_price
+from torchrec_picasso.cost.schedule_time import Message, OpTime, StepPrice, simulate_step
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.schedule.kinds import KINDS
 from torchrec_picasso.schedule.schedule import Setting, training_schedule
@@ -32,18 +32,18 @@ def times_of(**by_kind: float | OpTime | list[float]) -> Times:
 
 
 def step_ms(setting: Setting = WHOLE, **by_kind: float | OpTime | list[float]) -> float:
-    return step_price(setting, times_of(**by_kind)).step_ms
+    return simulate_step(setting, times_of(**by_kind)).step_ms
 
 
 def test_work_alone_lasts_as_long_as_it_takes() -> None:
     times = times_of(forward=3, backward=4, update=2)
-    assert step_price(WHOLE, times) == StepPrice(step_ms=9, wire_ms=0, compute_ms=9)
+    assert simulate_step(WHOLE, times) == StepPrice(step_ms=9, wire_ms=0, compute_ms=9)
 
 
 def test_what_no_operation_waits_for_at_once_is_hidden() -> None:
     # clean rows of the next batch have all of this step to come
     times = times_of(forward=10, fetch_clean=7)
-    assert step_price(WHOLE, times) == StepPrice(step_ms=10, wire_ms=7, compute_ms=10)
+    assert simulate_step(WHOLE, times) == StepPrice(step_ms=10, wire_ms=7, compute_ms=10)
 
 
 def test_where_steps_meet_rows_and_gradients_of_a_whole_batch_are_exposed() -> None:
@@ -68,25 +68,25 @@ def test_depth_first_the_wire_never_waits_for_a_second_forward() -> None:
     # part 0 have arrived (12). Otherwise the wire waits for backward of part 1 (8 + 1 + 2).
     times = times_of(forward=[1, 1], backward=[2, 2], send_gradients=[4, 4], fetch_dirty=[4, 4])
     setting = Setting(2, lookahead=True)
-    assert step_price(setting, times, forwards_first=False).step_ms == pytest.approx(16)
-    assert step_price(setting, times).step_ms == pytest.approx(19)
+    assert simulate_step(setting, times, forwards_first=False).step_ms == pytest.approx(16)
+    assert simulate_step(setting, times).step_ms == pytest.approx(19)
 
 
 def test_each_wave_sends_a_share_of_the_bytes_with_the_whole_latency() -> None:
     times = times_of(send_gradients=OpTime(message=Message(4.0, latency_ms=1.0)))
-    assert step_price(WHOLE, times, (0.25, 0.75)).wire_ms == pytest.approx(2 * 1 + 3)
+    assert simulate_step(WHOLE, times, (0.25, 0.75)).wire_ms == pytest.approx(2 * 1 + 3)
 
 
 def test_a_wave_is_updated_while_the_other_is_on_the_wire() -> None:
     # after backward: gradients until 4 and 8; updates from 4 to 10 and on to 16; dirty rows of the
     # first wave from 10 to 14, of the second from 16 to 20. In one wave: 8 + 12 + 8
     times = times_of(forward=10, backward=10, send_gradients=8, update=12, fetch_dirty=8)
-    assert step_price(WHOLE, times).step_ms == pytest.approx(20 + 28)
-    in_waves = step_price(WHOLE, times, (0.5, 0.5))
+    assert simulate_step(WHOLE, times).step_ms == pytest.approx(20 + 28)
+    in_waves = simulate_step(WHOLE, times, (0.5, 0.5))
     assert in_waves.step_ms == pytest.approx(20 + 20)
     assert in_waves.wire_ms == pytest.approx(16)
     assert in_waves.compute_ms == pytest.approx(32)
-    uneven = step_price(WHOLE, times, (0.25, 0.75))
+    uneven = simulate_step(WHOLE, times, (0.25, 0.75))
     assert 20 + 20 < uneven.step_ms < 20 + 28
 
 
@@ -97,9 +97,9 @@ def test_a_message_that_takes_the_core_hides_nothing() -> None:
 
 def test_an_exposed_exchange_waits_behind_what_is_on_the_wire() -> None:
     times = times_of(forward=OpTime(compute_ms=10, exposed=((Message(5), 2.0),)))
-    assert step_price(WHOLE, times) == StepPrice(step_ms=17, wire_ms=5, compute_ms=12)
+    assert simulate_step(WHOLE, times) == StepPrice(step_ms=17, wire_ms=5, compute_ms=12)
     times["fetch_clean", None] = send(8)  # of the next batch, sent just before
-    assert step_price(WHOLE, times).step_ms == pytest.approx(8 + 5 + 2 + 10)
+    assert simulate_step(WHOLE, times).step_ms == pytest.approx(8 + 5 + 2 + 10)
 
 
 def test_a_wire_with_too_much_to_do_sets_the_pace() -> None:
@@ -108,7 +108,7 @@ def test_a_wire_with_too_much_to_do_sets_the_pace() -> None:
 
 def test_only_what_sends_has_a_message() -> None:
     with pytest.raises(PlanError, match="forward was given a message, but it does not send"):
-        step_price(WHOLE, {("forward", 0): send(1)})
+        simulate_step(WHOLE, {("forward", 0): send(1)})
 
 
 @settings(max_examples=60, deadline=None)
@@ -122,7 +122,7 @@ def test_no_step_is_shorter_than_its_bounds_or_longer_than_their_sum(
         if KINDS[op.kind].sends:
             message = Message(data.draw(st.floats(0, 20)), data.draw(st.floats(0, 1)))
         times[op.kind, op.index] = OpTime(data.draw(st.floats(0, 20)), message)
-    length = step_price(setting, times)
+    length = simulate_step(setting, times)
     assert max(length.wire_ms, length.compute_ms) <= length.step_ms + 1e-6
     assert length.step_ms <= length.wire_ms + length.compute_ms + 1e-6
 

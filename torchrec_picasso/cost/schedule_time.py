@@ -2,9 +2,9 @@
 
 The operations, their order, and what each of them needs are those of the pipeline
 (:mod:`torchrec_picasso.schedule`); the caller gives the durations. A rank computes one operation
-after another. Messages use the wire one at a time, in the order in which
-they are sent; a message on the wire may take a share of the core, as sockets do on a CPU. Several
-steps are simulated, so that work and messages that overlap with the next step are included.
+after another. Messages use the wire one at a time, in the order in which they are sent; a message
+on the wire may take a share of the core, as sockets do on a CPU. Several steps are simulated, so
+that work and messages that overlap with the next step are included.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class StepPrice:
     compute_ms: float  # sum of all computations without sending, a lower bound
 
 
-def step_price(
+def simulate_step(
     setting: Setting,
     times: Mapping[tuple[str, int | None], OpTime],
     shares_of_waves: tuple[float, ...] = (1.0,),
@@ -116,6 +116,7 @@ def step_price(
 
 
 def _wire_ms(time: OpTime) -> float:
+    """Sums the messages of an operation."""
     messages = [*(message for message, _ in time.exposed), time.last, time.message]
     return sum(message.ms for message in messages if message is not None)
 

@@ -30,7 +30,7 @@ from torchrec_picasso.cost.hot_cold import (
     with_relays,
 )
 from torchrec_picasso.cost.local import DenseTimes, LocalCosts
-from torchrec_picasso.cost.schedule_time import Message, OpTime, StepPrice, step_price
+from torchrec_picasso.cost.schedule_time import Message, OpTime, StepPrice, simulate_step
 from torchrec_picasso.cost.stock import StockCost
 from torchrec_picasso.schedule.schedule import Setting, backward_order
 from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
@@ -60,13 +60,14 @@ class CountedStep:
 
 @dataclass(frozen=True)
 class _Way:
-    """The bytes that the busiest rank sends by one collective."""
+    """The bytes that the busiest rank sends directly, inside its host, or across hosts."""
 
-    name: str
-    sums: str
+    collective: str
+    """The collective of rows, as in curves."""
+    sum_collective: str
     """The collective of hot rows' gradients."""
     totals: HotColdTotals
-    """Of what travels: a row that crosses hosts counts once per host."""
+    """Work by what travels: a row that crosses hosts counts once per host."""
     sent: Mapping[str, float]
     """Bytes by purpose."""
 
@@ -90,7 +91,7 @@ class StepPricer:
         self._micro_batch_counts = micro_batch_counts
         # bytes that a rank sends in a bandwidth-optimal all-reduce of the dense gradients
         dense_bytes = 2 * (world_size - 1) / world_size * self.dense.parameter_bytes
-        self.reduce = self.message("all_reduce", dense_bytes)
+        self._dense_sum = self.message("all_reduce", dense_bytes)
 
     @property
     def prices_hosts(self) -> bool:
@@ -137,7 +138,7 @@ class StepPricer:
         first_used = None
         if counted is not None:
             first_used, found = counted.first_used, counted.busiest_bytes
-            ways = [replace(way, sent={**way.sent, **found[way.name]}) for way in ways]
+            ways = [replace(way, sent={**way.sent, **found[way.collective]}) for way in ways]
         shares = _shares_of_waves(totals, num_bag_waves)
         forwards_first = bool(totals.unique)  # bags are of one sample
         prices = []
@@ -147,7 +148,7 @@ class StepPricer:
             times = self._times(totals, ways, local, count, first_used)
             last = backward_order(setting, forwards_first)[-1]
             self._add_stock(times, stock, last)
-            prices.append(step_price(setting, times, shares, forwards_first=forwards_first))
+            prices.append(simulate_step(setting, times, shares, forwards_first=forwards_first))
         best = min(prices, key=lambda price: (price.step_ms, price.num_micro_batches))
         return _longer(best, self.curves.local.hot_cold.step_ms)
 
@@ -155,7 +156,7 @@ class StepPricer:
         """Predicts a step under TorchRec's ``TrainPipelineSparseDist``. It sends the next batch's
         ids after forward, so backward hides them, but for their work on the core. No exchange of
         rows, gradients or dense sums is hidden."""
-        wire_ms = cost.wire_ms + (self.reduce.ms if self.reduce is not None else 0.0)
+        wire_ms = cost.wire_ms + (self._dense_sum.ms if self._dense_sum is not None else 0.0)
         compute_ms = cost.compute_ms + self.dense.total_ms
         core_ms = self.curves.core_ns_per_byte * cost.sent_bytes.get("ids", 0.0) * 1e-6
         backward_ms = cost.backward_ms + self.dense.backward_ms
@@ -177,7 +178,7 @@ class StepPricer:
     def _ways(
         self, direct: HotColdTotals, num_packs: int, uneven_bags: float, by_host: ByHost | None
     ) -> list[_Way]:
-        """Lists the collectives that a rank sends by."""
+        """Lists what a rank sends directly, or by host on both levels."""
         carried: list[tuple[str, str, HotColdTotals, Mapping[str, float]]] = []
         if direct.features:
             sent = exchange_bytes(direct, self.world_size, num_packs)
@@ -191,8 +192,8 @@ class StepPricer:
             rows_of = {"inside": by_host.totals, "across": by_host.crossing}
             carried += [(level, level, rows_of[level], levels[level]) for level in LEVELS]
         return [
-            _Way(name, sums, totals, {**sent, "mask": totals.cold * _MASK_BYTES})
-            for name, sums, totals, sent in carried
+            _Way(collective, sums, totals, {**sent, "mask": totals.cold * _MASK_BYTES})
+            for collective, sums, totals, sent in carried
         ]
 
     def _local(
@@ -222,7 +223,7 @@ class StepPricer:
         """Assigns the cost of a step without stock tables to operations, by kind and index."""
         dense, used_K = self.dense.cut(num_parts), chunk_shares(num_parts, first_used)
         received = _received_shares(totals, used_K)
-        shares = {way.name: _received_shares(way.totals, used_K) for way in ways}
+        shares = {way.collective: _received_shares(way.totals, used_K) for way in ways}
         # half of the overhead in forward, half in backward; K - 1 additional micro-batches share it
         more_ms = (_PART_MS + _PART_FEATURE_MS * totals.features) / 2 * (1 - 1 / num_parts)
 
@@ -230,11 +231,14 @@ class StepPricer:
             purpose: str, kind: str, index: int | None = None, compute_ms: float = 0.0
         ) -> dict[_Operation, OpTime]:
             key = kind, index
-            sent = {way.name: shares[way.name].get(key, 1.0) * way.sent[purpose] for way in ways}
+            sent = {
+                way.collective: shares[way.collective].get(key, 1.0) * way.sent[purpose]
+                for way in ways
+            }
             return {key: OpTime(compute_ms, self._joined(sent))}
 
         clean_ms = received["fetch_clean", None] * local.gather_ms
-        hot = self._joined({way.sums: way.sent["hot"] for way in ways})
+        hot = self._joined({way.sum_collective: way.sent["hot"] for way in ways})
         times: dict[_Operation, OpTime] = {
             **exchange("header", "send_header", None, (1 - _LAYOUT_SHARE) * local.ids_ms),
             **exchange("ids", "send_row_numbers"),
@@ -286,10 +290,11 @@ class StepPricer:
             else:  # an empty message would wait for the others on the wire
                 times[key] = replace(op, compute_ms=op.compute_ms + compute_ms)
         backward = "backward", last_backward
-        times[backward] = replace(times[backward], last=self.reduce)
+        times[backward] = replace(times[backward], last=self._dense_sum)
 
 
 def _longer(price: StepPrice, added_ms: float) -> StepPrice:
+    """Adds work that nothing hides."""
     step_ms, compute_ms = price.step_ms + added_ms, price.compute_ms + added_ms
     return replace(price, step_ms=step_ms, compute_ms=compute_ms)
 

@@ -177,7 +177,7 @@ class HostExchanges(Exchanges):
 
 
 class _Then:
-    """An operation in progress, and another one that starts once it is waited for."""
+    """An operation in progress, and another one that starts once the first is waited for."""
 
     def __init__(self, first: Pending, start: Callable[[], Pending]) -> None:
         self._first = first
@@ -244,6 +244,8 @@ class _Parts:
         )
         self.ranks_to_homes = to_inside, to_across
         self.ranks_from_homes = from_across, from_inside
+        """Ranks of the first and of the second part of exchanges; the last part of sums, inside,
+        has :attr:`ranks_of_sums`."""
         self.to_homes: deque[_InTwoParts] = deque()
         self.from_homes: deque[_InTwoParts] = deque()
 

@@ -228,7 +228,7 @@ def _by_host(model: _PricedModel, forms: Forms) -> Forms | None:
     found: dict[int, Form] = {**forms, **dict.fromkeys(chain.from_iterable(able), "node_rows")}
     for its in able:
         direct = {**found, **{i: forms[i] for i in its}}
-        if direct != forms:
+        if direct != forms:  # another module goes by host
             ms, host_ms = (_price(model, plan, {}).step.step_ms for plan in (direct, found))
             found = direct if ms <= host_ms else found
     return found if able else None
@@ -302,6 +302,7 @@ def _stock_plans(model: _PricedModel, forms: Forms) -> list[dict[int, str | None
 
 
 def _plans(tables: Sequence[TableInfo], works: Sequence[TableWork]) -> dict[str, Forms]:
+    """Returns the plans to price by name, but for that of rows by host."""
     able = {i: table.forms for i, table in enumerate(tables) if table.not_hot_cold is None}
 
     def fewer_bytes(work: TableWork, forms: Sequence[Form]) -> Form:

@@ -56,15 +56,14 @@ class NodeRoute(RowRoute):
     def __post_init__(self) -> None:
         exchanges = HostExchanges(self.ranks)
         self.num_hosts, self.num_places = exchanges.num_hosts, exchanges.num_places
-        self._place = self.ranks.rank % self.num_places
         # Home rank y L + l is number l Y + y in requests: those of one relay are neighbours.
         numbers_W = torch.arange(self.ranks.size, device=self.device)
         numbers_LY = numbers_W.view(self.num_places, self.num_hosts)
         self._number_of_rank_W = numbers_LY.t().reshape(-1)
         super().__post_init__()
-        own = slice(self._place, None, self.num_places)
-        self.relayed_rows_PY = np.array([rows_W[own] for rows_W in self.space.home_rows_PW])
-        """Home rows of the ranks of this rank's place, by pack and host."""
+        same_place = slice(self.ranks.rank % self.num_places, None, self.num_places)
+        self.relayed_rows_PY = np.array([rows_W[same_place] for rows_W in self.space.home_rows_PW])
+        """Number of home rows of the ranks of this rank's place, by pack and host."""
 
     def _request_space(self) -> IdSpace:
         numbers_TW = self._number_of_rank_W.index_select(0, self.space.block_rank_TW)
@@ -101,15 +100,15 @@ class _MergedRows:
         """Finds the unique rows; both ends of an exchange across hosts find the same.
 
         Args:
-            rows_n: Home row of each asked row, integer, by pack and chunk.
+            rows_n: Home row of each asked row, integer, in the order of the counts.
             counts_PKYL: Number of asked rows by pack, chunk, host and rank of the asking host, or
                 with these two swapped, then ``host_axis`` is 3 instead of 2.
-            host_axis: Axis of the host at the other end.
-            num_rows_PY: Home rows of each pack on that host.
+            host_axis: Axis of the host at the other end: the one that asks, or the home rank's.
+            num_rows_PY: Number of home rows of each pack, by that host.
         """
         num_packs, num_chunks = counts_PKYL.shape[:2]
         num_hosts = counts_PKYL.shape[host_axis]
-        # one range of integers for the rows of all packs and hosts
+        # one range of integers for the rows of all packs and hosts: a source is one of both
         ends = num_rows_PY.cumsum()
         starts = torch.from_numpy(ends - num_rows_PY.reshape(-1))
         pack, chunk, *hosts_and_ranks = np.indices(counts_PKYL.shape)
@@ -185,7 +184,8 @@ class _Request(RowsRequest):
         passing_PKLY, arriving_PKYL = self._passing_PKLY, self._arriving_PKYL
         num_rows_PY = self.route.relayed_rows_PY
         self._relayed = _MergedRows.find(self._asked_n, passing_PKLY, 3, num_rows_PY)
-        # from the order (pack, chunk, rank, host) to (pack, chunk, host, rank)
+        # from the order (pack, chunk, rank, host) to (pack, chunk, host, rank): each run of rows
+        # moves as a whole, from its start in the first order to its start in the second
         ends = passing_PKLY.cumsum().reshape(passing_PKLY.shape)
         counts, starts = (a.swapaxes(2, 3).ravel() for a in (passing_PKLY, ends - passing_PKLY))
         shift = np.repeat(starts - (counts.cumsum() - counts), counts)
@@ -202,6 +202,7 @@ class _Request(RowsRequest):
     def take_row_numbers(self) -> None:
         rank, (num_packs, _, num_hosts, _) = self.route.ranks.rank, self._arriving_PKYL.shape
         own_P = [rows_W[rank] for rows_W in self.route.space.home_rows_PW]
+        # every host asks for rows of this rank
         num_rows_PY = np.repeat(own_P, num_hosts).reshape(num_packs, num_hosts)
         merged = _MergedRows.find(self._arrived_n, self._arriving_PKYL, 2, num_rows_PY)
         self._served_P = merged.splits_P

@@ -42,10 +42,10 @@ def measure_on_rank(rank: int, world_size: int, num_bytes: int) -> tuple[HostRin
     Raises:
         ConfigError: On all ranks, if hosts have the same name, or ``LOCAL_RANK`` is not set.
     """
-    told_W: list[dict[str, Any]] = [{}] * world_size
-    dist.all_gather_object(told_W, describe_rank(None))
-    host_places(told_W)
-    return measure_hosts([told["host"] for told in told_W], num_bytes), world_size
+    infos_W: list[dict[str, Any]] = [{}] * world_size
+    dist.all_gather_object(infos_W, describe_rank(None))
+    host_places(infos_W)
+    return measure_hosts([info["host"] for info in infos_W], num_bytes), world_size
 
 
 def print_ring(ring: HostRing, world_size: int) -> None:

@@ -59,24 +59,25 @@ def agreed_rank(
     return answer["ranks"][rank]
 
 
-def new_ranks(told_W: Sequence[dict[str, Any]]) -> list[int]:
-    """Returns the new number of each rank from what each told.
+def new_ranks(infos_W: Sequence[dict[str, Any]]) -> list[int]:
+    """Returns the new number of each rank from its :func:`describe_rank`.
 
     Raises:
         ConfigError: If a file cannot be read, files differ, or hosts are not those of the file.
     """
-    for rank, told in enumerate(told_W):
-        if "problem" in told:
-            raise ConfigError(f"--rank-order: rank {rank}: {told['problem']}")
-        if told["order"] != told_W[0]["order"]:
+    for rank, info in enumerate(infos_W):
+        if "problem" in info:
+            raise ConfigError(f"--rank-order: rank {rank}: {info['problem']}")
+        if info["order"] != infos_W[0]["order"]:
             raise ConfigError(
-                f"--rank-order: rank {rank} has {_shown(told['order'])}, rank 0 "
-                f"{_shown(told_W[0]['order'])}; give all ranks the same file"
+                f"--rank-order: rank {rank} has {_shown(info['order'])}, rank 0 "
+                f"{_shown(infos_W[0]['order'])}; give all ranks the same file"
             )
-    order = told_W[0]["order"]
+    order = infos_W[0]["order"]
     if order is None:
-        return list(range(len(told_W)))
-    places = host_places(told_W)
+        return list(range(len(infos_W)))
+    places = host_places(infos_W)
+    # of the file or of the job alone
     differing = [host for host in (*order, *places) if host not in order or host not in places]
     if differing:
         raise ConfigError(
@@ -88,18 +89,18 @@ def new_ranks(told_W: Sequence[dict[str, Any]]) -> list[int]:
     for host in order:
         first_of[host] = size
         size += len(places[host])
-    return [first_of[told["host"]] + told["place"] for told in told_W]
+    return [first_of[info["host"]] + info["place"] for info in infos_W]
 
 
-def host_places(told_W: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
-    """Returns the ``LOCAL_RANK`` of each host's ranks, by host, from what each rank told.
+def host_places(infos_W: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    """Returns the ``LOCAL_RANK`` of each host's ranks, by host, from :func:`describe_rank`.
 
     Raises:
         ConfigError: If hosts have the same name, or a rank has no ``LOCAL_RANK``.
     """
     places: dict[str, list[int]] = {}
-    for told in told_W:
-        places.setdefault(told["host"], []).append(told["place"])
+    for info in infos_W:
+        places.setdefault(info["host"], []).append(info["place"])
     for host, found in places.items():
         if sorted(found) != list(range(len(found))):
             raise ConfigError(

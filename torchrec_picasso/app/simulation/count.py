@@ -88,6 +88,7 @@ class Cluster:
         self.wires = {"rows": {"row_exchange": Wire(*hosts)}}
         """Traffic of rows by form, then by collective, with one word of header."""
         if num_hosts > 1 and num_places > 1:
+            # nothing sent inside is on a host's link, and all that its ranks send across
             levels = {"inside": Wire(*hosts, 0.0), "across": Wire(*hosts, num_places)}
             self.wires["node_rows"] = levels
         self._bit_bytes = _WORD_BYTES * -(-sum(map(len, stream.hot_T)) // _BITS_PER_WORD)
@@ -149,7 +150,8 @@ class Cluster:
         self._host_rows.append(cold_U)
         self._asked_W += rows_W
         all_W = np.ones(self.world_size, dtype=np.int64)
-        for wires in self.wires.values():  # flags go to all ranks in each form
+        for wires in self.wires.values():
+            # flags go directly to all ranks in each form; by host they are counted as sent across
             [*wires.values()][-1].send("flags", rank, all_W * _FLAG_BYTES)
         direct = self.wires["rows"]["row_exchange"]
         direct.send("header", rank, all_W * _WORD_BYTES)

@@ -116,4 +116,4 @@ class _Draw:
         rows = (self.start_n[last] + further.astype(np.int64)).clip(max=self.num_others - 1)
         rows += np.searchsorted(self.rows_U - np.arange(self.rows_U.size), rows, "right")
         rows[~is_rare] = self.rows_U[place[~is_rare]]
-        return rows[np.arange(num) * independent // max(1, num)]
+        return rows[np.arange(num) * independent // max(1, num)]  # each is repeated

@@ -13,7 +13,7 @@ import numpy as np
 
 from torchrec_picasso.app.simulation.count import Cluster, Stream
 from torchrec_picasso.app.simulation.ids import Ids
-from torchrec_picasso.app.simulation.stock_traffic import StockTraffic
+from torchrec_picasso.app.simulation.stock_traffic import STOCK_TYPES, StockTraffic
 from torchrec_picasso.app.simulation.wire import Wire, link_share
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import COLLECTIVES, Curve
@@ -73,7 +73,7 @@ class Pricing:
     def price(self, cluster: Cluster) -> list[Priced]:
         """Prices the forms of rows, then the stock sharding types, of a counted cluster."""
         ours = [self._rows(cluster, form, wires) for form, wires in cluster.wires.items()]
-        return ours + [self._stock(cluster, name) for name in cluster.stock[0][1]]
+        return ours + [self._stock(cluster, name) for name in STOCK_TYPES]
 
     def _rows(self, cluster: Cluster, form: str, wires: Mapping[str, Wire]) -> Priced:
         """Prices the pipeline with row-exchanged tables; wires have one word of header."""
@@ -210,7 +210,7 @@ def curves_of(curves: CommCurves, cluster: Cluster) -> CommCurves:
     Raises:
         PlanError: If the curves are of one rank, or of one host, and the cluster has several.
     """
-    curves.mismatch(world_size=cluster.world_size, device=curves.device)
+    curves.mismatch(world_size=cluster.world_size, device=curves.device)  # raises for one rank
     own_places = min(curves.ranks_per_host, curves.world_size)
     own_hosts = -(-curves.world_size // own_places)
     own_share = link_share(own_hosts, own_places)
