@@ -6,7 +6,9 @@ have different numbers of batches; the last steps, without an average, end with 
 
 import dataclasses
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
+from tests.sharding import jobs
 from tests.sharding.jobs import Job, build, result_of
+from tests.support.placing import distribute
 from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
 from tests.support.wire import MessageRecorder
@@ -62,20 +67,21 @@ def _optimizer(model: DistributedModelParallel) -> torch.optim.Optimizer:
     return torch.optim.SGD(named.values(), lr=0.05, momentum=0.5)
 
 
-def _expected(rank: int, world_size: int) -> Run:
-    """The plain loop: DDP reduces in the first step only, as it must for its static graph."""
+def _expected(rank: int, world_size: int, static_graph: bool = True) -> Run:
+    """The plain loop: DDP reduces in the first step only, as it must for a static graph."""
     model, outputs = build(STOCK, rank, world_size), []
     optimizer, num_empty = _optimizer(model), max(COUNTS) - COUNTS[rank]
     batches = [*batches_of(STOCK, rank, range(COUNTS[rank])), *[empty_of(STOCK)] * num_empty]
     for step, batch in enumerate(batches):
         model.fused_optimizer.zero_grad()
         optimizer.zero_grad()
-        with model._dmp_wrapped_module.no_sync() if step else nullcontext():
+        num_apart = step + 1 - static_graph
+        with model._dmp_wrapped_module.no_sync() if num_apart else nullcontext():
             loss, output = model(batch)
             loss.backward()
         optimizer.step()
         outputs.append(output)
-        if step in (EVERY, 2 * EVERY, len(batches) - 1):
+        if num_apart in (EVERY, 2 * EVERY) or step == len(batches) - 1:
             _average(model)
     return result_of(model, []), outputs
 
@@ -130,6 +136,11 @@ def _run(rank: int, world_size: int) -> dict[Any, Any]:
     for name, number in CASES:
         options = {"num_micro_batches": number, "average_dense_every": EVERY}
         found[name, number] = _found(JOBS[name], rank, world_size, **options)
+    wrapper = DefaultDataParallelWrapper(static_graph=False)
+    with mock.patch.object(jobs, "distribute", partial(distribute, data_parallel_wrapper=wrapper)):
+        options = {"num_micro_batches": 1, "average_dense_every": EVERY}
+        found["from the first step"] = _found(HOT_COLD, rank, world_size, **options)
+        found["so expected"] = _expected(rank, world_size, static_graph=False)
     for key, options in (("default", {}), ("one", {"average_dense_every": 1})):
         found[key] = _found(HOT_COLD, rank, world_size, num_micro_batches=1, **options)
     return found
@@ -142,6 +153,11 @@ def test_tables_are_exact_given_each_ranks_dense_weights(case: tuple[str, int]) 
     result, _ = by_rank[0][case]
     exact, _ = by_rank[0]["default"]
     assert any(not torch.allclose(result.dense[name], exact.dense[name]) for name in exact.dense)
+
+
+def test_without_a_static_graph_ranks_step_apart_from_the_first_step() -> None:
+    """So a run that goes on from an average has no first step of another kind."""
+    compare_runs(run_once(_run, 2), "from the first step", "so expected")
 
 
 def test_one_is_to_the_bit_without() -> None:

@@ -57,7 +57,9 @@ class DenseAverage:
         """Context of a step, in which DDP reduces nothing. Collective.
 
         DDP reduces in the first step of a static graph, in which it counts gradients, also where
-        a run goes on from a checkpoint. Evaluation begins with an average.
+        a run goes on from a checkpoint, so it does not repeat the bits of a run without a stop;
+        with TorchRec's ``DefaultDataParallelWrapper(static_graph=False)`` no step is reduced.
+        Evaluation begins with an average.
         """
         is_training = self._model.training
         if not is_training:
