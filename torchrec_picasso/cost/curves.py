@@ -103,13 +103,16 @@ class Curve:
         beyond = num_bytes - self.sent_bytes[-1]
         if beyond <= 0:
             return float(np.interp(num_bytes, self.sent_bytes, self.ms))
+        return self.ms[-1] + beyond * self.largest_ms_per_byte
+
+    @property
+    def largest_ms_per_byte(self) -> float:
+        """Milliseconds that a byte adds to the largest sizes."""
         if not self.sent_bytes[-1]:  # a line without measured points
-            slope = self.ms_per_byte
-        elif len(self.ms) > 1 and self.ms[-1] > _CLEARLY * self.ms[-2]:
-            slope = (self.ms[-1] - self.ms[-2]) / (self.sent_bytes[-1] - self.sent_bytes[-2])
-        else:
-            slope = self.ms[-1] / self.sent_bytes[-1]
-        return self.ms[-1] + beyond * slope
+            return self.ms_per_byte
+        if len(self.ms) > 1 and self.ms[-1] > _CLEARLY * self.ms[-2]:
+            return (self.ms[-1] - self.ms[-2]) / (self.sent_bytes[-1] - self.sent_bytes[-2])
+        return self.ms[-1] / self.sent_bytes[-1]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,9 @@ class Message:
     core_share: float = 0.0
     latency_ms: float = 0.0
     """The part of ``ms`` that does not depend on the number of bytes."""
+    queued_ms: float = 0.0
+    """Least time on a wire that is busy until then: a bucket of tokens, or a buffer, that lets the
+    first bytes after a pause pass at once is empty."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,11 @@ class OpTime:
         message = self.message
         if message is not None:
             latency_ms = message.latency_ms
-            message = replace(message, ms=latency_ms + share * (message.ms - latency_ms))
+            message = replace(
+                message,
+                ms=latency_ms + share * (message.ms - latency_ms),
+                queued_ms=share * message.queued_ms,
+            )
         return OpTime(share * self.compute_ms, message)
 
 
@@ -132,10 +139,11 @@ class _Machine:
 
     def send(self, message: Message) -> float:
         """Queues a message on the wire; returns its arrival."""
-        start_ms = max(self.now_ms, self._wire_free_ms)
-        if start_ms > self._wire_free_ms:
+        start_ms, ms = self._wire_free_ms, max(message.ms, message.queued_ms)
+        if self.now_ms > start_ms:
             self._first = len(self._on_wire)  # all earlier messages have arrived
-        self._wire_free_ms = start_ms + message.ms
+            start_ms, ms = self.now_ms, message.ms
+        self._wire_free_ms = start_ms + ms
         self._on_wire.append((self._wire_free_ms, message.core_share))
         return self._wire_free_ms
 
