@@ -52,9 +52,9 @@ def test_where_steps_meet_rows_and_gradients_of_a_whole_batch_are_exposed() -> N
 
 
 def test_what_a_link_passes_at_once_after_a_pause_it_passes_once() -> None:
-    # gradients come after a pause, dirty rows right after them
-    gradients = OpTime(message=Message(5, queued_ms=7))
-    dirty = OpTime(message=Message(4, queued_ms=6))
+    # gradients come after a pause, dirty rows right after them: of the 3 ms gradients take 2
+    gradients = OpTime(message=Message(5, busy_ms=7, burst_ms=3))
+    dirty = OpTime(message=Message(4, busy_ms=7, burst_ms=3))
     found = step_ms(forward=10, backward=10, send_gradients=gradients, fetch_dirty=dirty)
     assert found == pytest.approx(10 + 10 + 5 + 6)
 

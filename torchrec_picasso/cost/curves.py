@@ -103,16 +103,28 @@ class Curve:
         beyond = num_bytes - self.sent_bytes[-1]
         if beyond <= 0:
             return float(np.interp(num_bytes, self.sent_bytes, self.ms))
-        return self.ms[-1] + beyond * self.largest_ms_per_byte
+        if not self.sent_bytes[-1]:  # a line without measured points
+            slope = self.ms_per_byte
+        elif len(self.ms) > 1 and self.ms[-1] > _CLEARLY * self.ms[-2]:
+            slope = (self.ms[-1] - self.ms[-2]) / (self.sent_bytes[-1] - self.sent_bytes[-2])
+        else:
+            slope = self.ms[-1] / self.sent_bytes[-1]
+        return self.ms[-1] + beyond * slope
 
     @property
-    def largest_ms_per_byte(self) -> float:
-        """Milliseconds that a byte adds to the largest sizes."""
-        if not self.sent_bytes[-1]:  # a line without measured points
+    def busy_ms_per_byte(self) -> float:
+        """Milliseconds of a byte on a link that is always busy: from the smallest size to the
+        largest."""
+        if len(self.ms) == 1:
             return self.ms_per_byte
-        if len(self.ms) > 1 and self.ms[-1] > _CLEARLY * self.ms[-2]:
-            return (self.ms[-1] - self.ms[-2]) / (self.sent_bytes[-1] - self.sent_bytes[-2])
-        return self.ms[-1] / self.sent_bytes[-1]
+        return max(0.0, self.ms[-1] - self.ms[0]) / (self.sent_bytes[-1] - self.sent_bytes[0])
+
+    @property
+    def burst_ms(self) -> float:
+        """What a link passes at once after a pause, such as the tokens of a bucket, as time at
+        :attr:`busy_ms_per_byte`: the most that a measured size was faster than that."""
+        points = zip(self.sent_bytes, self.ms)
+        return max(self.busy_ms_per_byte * n + self.ms[0] - ms for n, ms in points)
 
 
 @dataclass(frozen=True, kw_only=True)

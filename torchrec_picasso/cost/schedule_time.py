@@ -32,9 +32,10 @@ class Message:
     core_share: float = 0.0
     latency_ms: float = 0.0
     """The part of ``ms`` that does not depend on the number of bytes."""
-    queued_ms: float = 0.0
-    """Least time on a wire that is busy until then: a bucket of tokens, or a buffer, that lets the
-    first bytes after a pause pass at once is empty."""
+    busy_ms: float = 0.0
+    """Time of its bytes on a wire that is always busy."""
+    burst_ms: float = 0.0
+    """What the wire passes at once after a long pause, in the same time."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class OpTime:
             message = replace(
                 message,
                 ms=latency_ms + share * (message.ms - latency_ms),
-                queued_ms=share * message.queued_ms,
+                busy_ms=share * message.busy_ms,
             )
         return OpTime(share * self.compute_ms, message)
 
@@ -133,16 +134,19 @@ class _Machine:
 
     def __init__(self) -> None:
         self.now_ms = 0.0
-        self._wire_free_ms = 0.0
+        self._wire_free_ms = self._tokens_ms = 0.0
         self._on_wire: list[tuple[float, float]] = []  # arrival and share of the core, in order
         self._first = 0  # first message that may still be on the wire
 
     def send(self, message: Message) -> float:
         """Queues a message on the wire; returns its arrival."""
-        start_ms, ms = self._wire_free_ms, max(message.ms, message.queued_ms)
-        if self.now_ms > start_ms:
+        start_ms = max(self.now_ms, self._wire_free_ms)
+        if start_ms > self._wire_free_ms:
             self._first = len(self._on_wire)  # all earlier messages have arrived
-            start_ms, ms = self.now_ms, message.ms
+        # time adds tokens to the wire's bucket, and bytes take them
+        tokens_ms = min(message.burst_ms, self._tokens_ms + start_ms - self._wire_free_ms)
+        ms = max(message.ms, message.busy_ms - tokens_ms)
+        self._tokens_ms = tokens_ms + ms - message.busy_ms
         self._wire_free_ms = start_ms + ms
         self._on_wire.append((self._wire_free_ms, message.core_share))
         return self._wire_free_ms
