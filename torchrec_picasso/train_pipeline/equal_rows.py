@@ -27,7 +27,7 @@ def are_uneven(
     Args:
         groups: Names of rows, see :attr:`.Proof.equal_rows`.
         inflight: A batch with several micro-batches.
-        looked_up: What modules look up for the whole batch, by name.
+        looked_up: Features of the whole batch that modules look up, by name.
     """
     counts_K = _counts_of_parts(inflight, looked_up)
     for group in groups:
@@ -55,5 +55,5 @@ def _counts_of_parts(
         keys = features.keys()
         lengths_FB_of_K = features.lengths().view(len(keys), -1).split(sizes_K, dim=1)
         counts_KF = [lengths_FB.sum(dim=1).tolist() for lengths_FB in lengths_FB_of_K]
-        counts_K |= {f"{name}[{key!r}]": list(of) for key, of in zip(keys, zip(*counts_KF))}
+        counts_K |= {f"{name}[{key!r}]": list(n) for key, n in zip(keys, zip(*counts_KF))}
     return counts_K

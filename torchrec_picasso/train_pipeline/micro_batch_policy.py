@@ -108,7 +108,7 @@ class MicroBatchPolicy:
 
     @property
     def equal_rows(self) -> Sequence[Sequence[str]]:
-        """What the proof leaves to be checked in each batch (:attr:`.Proof.equal_rows`)."""
+        """Groups of rows to be counted in each batch, see :attr:`.Proof.equal_rows`."""
         return () if self._proof is None else self._proof.equal_rows
 
     @property
