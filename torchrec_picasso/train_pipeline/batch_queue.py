@@ -235,7 +235,8 @@ class BatchQueue:
         groups, pipelined = self._policy.equal_rows, self._pipelined
         if not groups or len(self.first.filled) == 1:
             return False
-        return are_uneven(groups, self.first, pipelined.looked_up(groups, self.first))
+        with self._id_stream.working():
+            return are_uneven(groups, self.first, pipelined.looked_up(groups, self.first))
 
     def _end_agreement(self, agreement: Agreement) -> Flags:
         """Returns the flags of all ranks, or raises a rank's refusal on all ranks. Collective."""

@@ -185,7 +185,7 @@ class MadeAhead:
                 except Exception as error:  # any error of the model's code
                     raised = f"{node.meta['line']} raises {type(error).__name__}: {error}"
                     raise CompatError(raised) from error
-                # traced code cannot replace a member; functions that are not traced are rare
+                # a layer may replace a member; what other functions replaced is found at the end
                 may_be_replaced = node.op == "call_module" or node is found.input
                 if watch.is_written() or (may_be_replaced and watch.is_replaced()):
                     raise WrittenBatchError(f"{node.meta['line']} {WRITES}; write into a clone")
@@ -318,6 +318,7 @@ class _SliceResults(TorchFunctionMode):
         self._by_call: dict[Hashable, list[_Result]] = {}
         """Results of equal calls, in their order."""
         self._is_recording = self._is_entered = False
+        self._watch: BatchWatch  # of the batch, while operators are recorded
         self._has_written = False
         self._stance = ExitStack()
 

@@ -365,8 +365,7 @@ class PipelinedModel:
             for name, module in self.modules.items()
             if any(rows.startswith(f"{name}[") for rows in names)
         }
-        with self.id_stream.working():
-            return self._features_of(modules, inflight.batch, inflight.context)
+        return self._features_of(modules, inflight.batch, inflight.context)
 
     def _features_of(
         self, modules: Mapping[str, Any], batch: Any, context: TrainPipelineContext
