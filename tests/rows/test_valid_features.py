@@ -12,7 +12,7 @@ from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.rows.valid_features import (
     RepairedFeatures,
     are_bad,
-    length_error,
+    form_error,
     valid_features,
     with_own_weights,
     with_weights,
@@ -41,7 +41,7 @@ BAD = [
 
 @pytest.mark.parametrize(("given", "complaint"), BAD)
 def test_what_does_not_fit_is_said(given: KeyedJaggedTensor, complaint: str) -> None:
-    told = length_error(given)
+    told = form_error(given)
     assert "features a, b has " in told
     assert complaint in told
 
@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_made_to(given: KeyedJaggedTensor) -> None:
         assert are_bad([mended])
         assert mended.given is given
     for mended in (found, *weighted, found.permute([1, 0])):
-        assert length_error(mended) is None
+        assert form_error(mended) is None
         assert mended.values().dtype == torch.int32
         assert mended.lengths().dtype == torch.int64  # as other ranks have them
         assert mended.stride() == 2
@@ -104,7 +104,7 @@ def test_on_a_device_the_header_tells_what_a_reorder_hides(change: int) -> None:
             validated = valid_features(of_rank)
             assert not device.syncs
             ordered = validated.permute(ORDER, on_device(torch.tensor(ORDER, dtype=torch.int32)))
-            assert length_error(ordered) is None  # what nobody would see any more
+            assert form_error(ordered) is None  # what nobody would see any more
             assert device.syncs, "a look at lengths is a wait"
             device.syncs.clear()
             request = RowRequest(group, [ordered], validated=[validated])

@@ -131,16 +131,22 @@ CHANGED_ON_THE_WAY = {
 """Features that TorchRec or we reorder, wrap, pad or weight between the batch and the request."""
 
 
+WRONG = ("ids of type torch.float32", "lengths that sum to ", "a length of -")
+
+
 def _bad_lengths(rank: int, world_size: int) -> dict[Any, str]:
-    """A sum that does not fit on rank 1, and one that does, with a length below 0."""
+    """On rank 1 a sum that does not fit, one that does, with a length below 0, and ids (change 0)
+    that are no integers."""
     told = {}
     for name, feature in CHANGED_ON_THE_WAY.items():
-        for kind, change, num_micro_batches in product(feature.kinds, (2, -20), (0, 1)):
+        for kind, change, num_micro_batches in product(feature.kinds, (2, -20, 0), (0, 1)):
             batch = batch_of(feature, rank, 0, is_ours=True)
             if rank == 1:
                 lengths = batch.sparse_features.lengths()
                 lengths[0] += change
                 lengths[1] -= min(change, 0)
+                ids = batch.sparse_features.values()
+                batch.sparse_features._values = ids if change else ids.float()
             model = build_cell(feature, kind, is_ours=True)
             pipeline: Any = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
             if num_micro_batches:
@@ -152,9 +158,9 @@ def _bad_lengths(rank: int, world_size: int) -> dict[Any, str]:
 
 def test_lengths_are_looked_at_before_anybody_changes_features() -> None:
     told_0, told_1 = run_ranks(_bad_lengths, 2, timeout_s=60)
-    assert len(told_1) == 4 * 7
+    assert len(told_1) == 6 * 7
     for (*case, change), told in told_1.items():
-        why = "lengths that sum to " if change > 0 else "a length of -"
+        why = WRONG[(change > 0) - (change < 0)]
         assert f"features f, g, h has {why}" in told, case
     assert all(told.startswith("rank 1 holds lengths that do not") for told in told_0.values())
 

@@ -76,6 +76,29 @@ class Rolled(Model):
         return self.head((self.ebc(features), self.rolled(made), own), batch)
 
 
+class SameTotals(Model):
+    """As many lookups of two features, in other samples."""
+
+    def make(self) -> None:
+        super().make()
+        self.beside = sequences("g")
+
+    def forward(self, batch: Batch) -> tuple[Any, Any]:
+        features = batch.sparse_features
+        beside = {"s": self.beside(features)["g"]}
+        return self.head((self.ebc(features), beside, features["f"]), batch)
+
+
+def _same_totals(rank: int, step: int) -> Batch:
+    """On rank 1 parts have equally many too."""
+    batch = batch_of(rank, step)
+    of_f, _, of_h = batch.sparse_features.lengths().view(len(FEATURES), -1)
+    lengths = torch.cat([of_f, of_f.roll(1 - rank), of_h])
+    ids = batch.sparse_features.values().repeat(2)[: int(lengths.sum())]
+    batch.sparse_features = KeyedJaggedTensor(list(FEATURES), ids, lengths=lengths)
+    return batch
+
+
 class OfLookups(Head):
     def forward(self, looked_up: Any, batch: Batch) -> tuple[Any, Any]:
         pooled, sequence, own = looked_up
@@ -405,6 +428,9 @@ PROGRAMS = {
     "largest of none": Program(model=Largest, told=IS, numbers=NUMBERS, batch=_half_empty),
     "shifted": Program(model=Shifted, told=IS, numbers=NUMBERS),
     "rolled": Program(model=Rolled, head=OfLookups, told=IS, numbers=NUMBERS),
+    "same totals": Program(
+        model=SameTotals, head=OfLookups, batch=_same_totals, told=IS, numbers=NUMBERS
+    ),
     "postproc": Program(
         model=Shifted, told=IS, numbers=NUMBERS, options={"pipeline_postproc": True}
     ),

@@ -80,10 +80,10 @@ def count_samples(batch: Any) -> int | None:
     tensor with a dim 0. The attributes of an object are searched too if only a user's own
     ``split_batch=`` can split its type. ``None`` = nothing in the batch has samples.
     """
-    leaves = [leaf for _, leaf in _leaves(batch, "batch")]
+    leaves = [leaf for _, leaf in leaves_of(batch, "batch")]
     for leaf in list(leaves):
         if not isinstance(leaf, (*SAMPLE_TYPES, *PLAIN_TYPES)) and hasattr(leaf, "__dict__"):
-            leaves += [inner for _, inner in _leaves(vars(leaf), "")]
+            leaves += [inner for _, inner in leaves_of(vars(leaf), "")]
     return _deciding([(leaf, _samples_of_leaf(leaf)) for leaf in leaves])
 
 
@@ -141,7 +141,7 @@ def split_output(output: Any, sizes_K: Sequence[int], source: str) -> list[Any]:
 
 def _check_samples(batch: Any) -> int | None:
     """Counts the samples of a batch, ``None`` = it has none, and checks that all fields agree."""
-    leaves = list(_leaves(batch, "batch"))
+    leaves = list(leaves_of(batch, "batch"))
     for path, leaf in leaves:
         _refuse_uncuttable(leaf, path)
     counts = [_samples_of_leaf(leaf) for _, leaf in leaves]
@@ -160,14 +160,14 @@ def reason_of(refusal: Exception) -> str:
     return str(refusal).partition(f"; {SPLIT_ADVICE}")[0]
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def leaves_of(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yields the values that are no containers, each with its path."""
     members = children_of(value)
     if members is None:
         yield path, value
         return
     for suffix, member in members:
-        yield from _leaves(member, path + suffix)
+        yield from leaves_of(member, path + suffix)
 
 
 def _refuse_uncuttable(leaf: Any, path: str) -> None:

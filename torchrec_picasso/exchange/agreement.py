@@ -33,6 +33,8 @@ class Flags(NamedTuple):
     """Whether the model differs from the model proved to give equal results in micro-batches."""
     refused: bool = False
     """Whether a batch in flight cannot be trained."""
+    parts_fail: bool = False
+    """Whether the next batch is to be trained whole, because the model would raise in a part."""
 
     @staticmethod
     def largest(by_rank: Sequence[Sequence[int]]) -> Flags:

@@ -71,7 +71,8 @@ class HeaderExchange:
     bad_weights: Tensor
     """Number of weights that are not finite, 0-d int64, on the device."""
     bad_lengths: Tensor | bool
-    """Whether lengths do not sum to the number of values; 0-d bool, or known on the host."""
+    """Whether lengths do not fit the values, or ids are no integers; 0-d bool, or known on the
+    host."""
     has_data: bool
     """Whether this rank's batch comes from its data, even if it has no samples."""
     looks_up_nothing: bool

@@ -64,9 +64,10 @@ class Proof:
     = this cannot be checked."""
     num_operators: int = 0
     """Number of operators that were followed."""
-    equal_rows: frozenset[str] = frozenset()
-    """Lookups that must be as many as others, or the forward raises: named ``module['feature']``,
-    or by their place in the batch."""
+    equal_rows: Sequence[Sequence[str]] = ()
+    """Groups of rows that must be equally many, or the forward raises: lookups, by their place in
+    the batch or as ``module['feature']``, and samples. They may be so in a batch and not in its
+    parts, so parts are to be checked."""
 
 
 MadeInputs = Callable[[Callable[[Iterable[Tensor]], None]], AbstractContextManager[None]]

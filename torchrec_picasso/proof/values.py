@@ -182,9 +182,12 @@ class Sizes:
         return self._root(one) == self._root(other)
 
     @property
-    def equal_rows(self) -> frozenset[str]:
-        """Names of rows whose number an operator forces to equal that of others."""
-        return frozenset({*self._same_as, *self._same_as.values()})
+    def equal_rows(self) -> list[list[str]]:
+        """Groups of names of rows whose numbers an operator forces to be equal."""
+        groups: dict[str, list[str]] = {}
+        for rows in self._counts:
+            groups.setdefault(self._root(rows), []).append(rows)
+        return [names for names in groups.values() if len(names) > 1]
 
     def fail_unless_same(self, one: str, other: str) -> None:
         """Records that an operator fails unless two numbers are equal: it does not broadcast."""

@@ -1,5 +1,5 @@
-"""Validates lengths before any use, and replaces malformed lengths by valid ones; and other copies
-of features, with other weights or padded.
+"""Validates lengths before any use, and replaces malformed lengths by valid ones, and ids that are
+no integers by 0; and other copies of features, with other weights or padded.
 
 Reordering lookups by malformed lengths reads and writes beyond the tensors, and the reordered
 result is consistent with any lengths, so the error cannot be detected afterwards. A rank that
@@ -29,23 +29,28 @@ from torchrec_picasso.errors import InputError
 from torchrec_picasso.exchange.header import Header
 from torchrec_picasso.ops.ids import PackedTable
 
+_MALFORMED = "lengths that do not fit its values, or ids that are no integers,"
+
 
 class RepairedFeatures(KeyedJaggedTensor):
-    """Features with valid lengths, in place of features whose lengths may be malformed."""
+    """Features with valid lengths and integers as ids, in place of others that may be malformed."""
 
     given: KeyedJaggedTensor
     """The input features."""
     is_bad: Tensor | bool
-    """Whether the input's lengths are malformed; 0-d bool on the device, or known on the host."""
+    """Whether the input was repaired; 0-d bool on the device, or known on the host."""
 
     @staticmethod
     def repair(given: KeyedJaggedTensor) -> RepairedFeatures:
         """Repairs lengths; valid lengths are not changed. No host sync, 8 launches on ``(S,)``.
 
         Each bag keeps its length as long as there are values; the last bag gets the remaining
-        values.
+        values. Ids of a floating type become 0.
         """
         values_N, weights_N, given_S = given.values(), given.weights_or_none(), given.lengths()
+        is_whole = not values_N.is_floating_point()
+        if not is_whole:
+            values_N = torch.zeros_like(values_N, dtype=torch.int64)
         num_bags, counts = sum(given.stride_per_key()), {values_N.numel()}
         if weights_N is not None:
             counts.add(weights_N.numel())
@@ -63,32 +68,35 @@ class RepairedFeatures(KeyedJaggedTensor):
         mended: RepairedFeatures = made_like(given, RepairedFeatures, offsets=offsets_S1, **own)
         shapes_fit = lengths_S is given_S and counts == {num_lookups}
         mended.given = given
-        mended.is_bad = (mended_S != given_S).any() if shapes_fit else True
+        mended.is_bad = (mended_S != given_S).any() if shapes_fit and is_whole else True
         return mended
 
 
 def valid_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Returns features with valid lengths: the input if known to be valid, else repaired ones. O(S)
-    time; no host sync on an accelerator."""
+    """Returns the input if it is known to be valid, else repaired features. O(S) time; no host sync
+    on an accelerator."""
     if isinstance(features, RepairedFeatures):
         return features
-    if features.values().device.type == "cpu" and length_error(features) is None:
+    if features.values().device.type == "cpu" and form_error(features) is None:
         return features
     return RepairedFeatures.repair(features)
 
 
 def are_bad(validated: Iterable[KeyedJaggedTensor]) -> Tensor | bool:
-    """Whether any lengths were malformed that :func:`valid_features`, with these results, replaced.
-    0-d bool on the device, or a ``bool`` known on the host."""
+    """Whether :func:`valid_features`, with these results, repaired any features. 0-d bool on the
+    device, or a ``bool`` known on the host."""
     flags = (features.is_bad for features in validated if isinstance(features, RepairedFeatures))
     return reduce(or_, flags, False)
 
 
-def length_error(features: KeyedJaggedTensor) -> str | None:
-    """Describes malformed lengths in one sentence; ``None`` = the lengths are valid."""
+def form_error(features: KeyedJaggedTensor) -> str | None:
+    """Describes malformed lengths, or ids that are no integers, in one sentence; ``None`` = there
+    are none."""
     lengths_S, num_values = features.lengths(), features.values().numel()
     weights_N, num_bags = features.weights_or_none(), sum(features.stride_per_key())
     whose = f"the KeyedJaggedTensor of features {', '.join(features.keys())} has"
+    if features.values().is_floating_point():
+        return f"{whose} ids of type {features.values().dtype}; expected integers"
     if lengths_S.numel() != num_bags:
         return f"{whose} {lengths_S.numel()} lengths, expected {num_bags}, one for each bag"
     lengths = lengths_S.cpu().numpy()  # few operators: this runs for every batch
@@ -116,16 +124,16 @@ def raise_on_bad_input(
     validated: Sequence[KeyedJaggedTensor],
     rank: int,
 ) -> None:
-    """Raises if any rank's batch has malformed lengths or holds an invalid id or weight.
+    """Raises if any rank's batch is malformed or holds an invalid id or weight.
 
     All ranks raise together; the rank with the error names feature, table, value and range. Tables
     are in the order of this rank's features, which ``validated`` has before they were concatenated.
     """
     given = [mended.given for mended in validated if isinstance(mended, RepairedFeatures)]
-    errors = filter(None, map(length_error, given))
+    errors = filter(None, map(form_error, given))
     # The rank with the error describes its own values; the other ranks name that rank.
     for counts_W, describe, what in (
-        (header.bad_lengths_W, lambda *_: next(errors), "lengths that do not fit its values"),
+        (header.bad_lengths_W, lambda *_: next(errors), _MALFORMED),
         (header.outside_ids_W, _describe_outside_id, "ids outside their tables"),
         (header.bad_weights_W, _describe_bad_weight, "per-sample weights that are not finite"),
     ):

@@ -7,6 +7,6 @@
   and ``input_slice`` make inputs that the model makes itself; ``batch_watch`` finds its writes.
 - A step: ``batch_queue``, ``in_flight_batch``, ``operations``, ``losses``, ``full_batch_output``;
   ``data_parallel`` and ``dense_average`` are the dense weights', ``hot_sets`` the hot rows'.
-- Micro-batches: ``micro_batch_policy`` decides by ``cut_check``.
+- Micro-batches: ``micro_batch_policy`` decides by ``cut_check``; ``equal_rows`` counts.
 - For the user: ``preparation`` reads ids in a data loader, ``step_report`` reports.
 """

@@ -30,6 +30,7 @@ from torchrec_picasso.schedule.schedule import (
 )
 from torchrec_picasso.train_pipeline.batch_watch import WrittenBatchError
 from torchrec_picasso.train_pipeline.data_parallel import records_static_graph
+from torchrec_picasso.train_pipeline.equal_rows import are_uneven
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.lifecycle import Lifecycle, State
 from torchrec_picasso.train_pipeline.micro_batch_policy import MicroBatchPolicy
@@ -181,7 +182,7 @@ class BatchQueue:
             self._policy.train_whole_next()
             self._run(schedule)
             return
-        inflight.is_whole = records_static_graph(self._model)
+        inflight.is_whole = records_static_graph(self._model) or flags.parts_fail
         self._policy.decide_whether_whole(inflight, flags.model_changed)
         self._run(schedule)
         self._num_changes = self._pipelined.num_changes
@@ -225,8 +226,17 @@ class BatchQueue:
             homes_written=was_changed or any(group.was_written() for group in groups),
             model_changed=self._model.training and self._policy.has_changed(self.first.batch),
             refused=any(inflight.refusal for inflight in self._inflights),
+            parts_fail=self._model.training and self._parts_fail(),
         )
         return Agreement(self._pg, self._pipelined.device, flags)
+
+    def _parts_fail(self) -> bool:
+        """Whether the model would raise in a micro-batch of the first batch, by its lookups."""
+        groups, pipelined = self._policy.equal_rows, self._pipelined
+        if not groups or len(self.first.filled) == 1:
+            return False
+        with self._id_stream.working():
+            return are_uneven(groups, self.first, pipelined.looked_up(groups, self.first))
 
     def _end_agreement(self, agreement: Agreement) -> Flags:
         """Returns the flags of all ranks, or raises a rank's refusal on all ranks. Collective."""
@@ -306,7 +316,7 @@ class BatchQueue:
             if sizes_K[0] < num_samples:
                 try:
                     micro_batches_K = list(self._options.split(batch, sizes_K))
-                    parts = micro_batches_K, sizes_K, self._policy.proof
+                    parts = micro_batches_K, sizes_K, self._policy.is_proved
                     self._pipelined.make_parts(batch, fetched.context, *parts)
                 except WrittenBatchError:
                     raise  # the whole batch is written

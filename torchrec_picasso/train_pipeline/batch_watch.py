@@ -79,13 +79,17 @@ def described(value: Any) -> Hashable:
     return type(value), value if isinstance(value, Hashable) else id(value)
 
 
-def _members_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields all values in a batch that have no members, each with its path."""
+def _members_of(value: Any, path: str = "", is_opaque: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yields all values in a batch that have no members, each with its path. Objects of a user's
+    type have those of their attributes, unless they are inside such an object (``is_opaque``)."""
     members = children_of(arguments_of(value) or value)
+    has_attributes = hasattr(value, "__dict__") and not isinstance(value, Tensor)
+    if members is None and has_attributes and not is_opaque:
+        members, is_opaque = children_of(vars(value)), True
     if members is None:
         yield path, value
     for suffix, member in members or ():
-        yield from _members_of(member, path + suffix)
+        yield from _members_of(member, path + suffix, is_opaque)
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -10,7 +10,7 @@ cut, unless a proof shows that only tables get it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -156,25 +156,6 @@ class MadeAhead:
             if not all(map(_are_same, made, parts)):
                 raise CompatError(f"{self._line(name)} gives {name} other parts of a batch")
 
-    def check_counts(self, context: TrainPipelineContext, equal_rows: Collection[str]) -> None:
-        """Compares the lengths of micro-batches' inputs with the whole batch's, of modules whose
-        lookups the forward needs to be as many as others (:attr:`.Proof.equal_rows`): a table gives
-        a part's rows by the lengths of the whole.
-
-        Raises CompatError if they are others.
-        """
-        for name in self.names:
-            if not any(rows.startswith(name) for rows in equal_rows):
-                continue
-            whole, made = self._inputs(context, name)
-            lengths_FB, *lengths_FB_of_K = (
-                each.lengths().view(len(whole.keys()), -1) for each in (whole, *made)
-            )
-            if not torch.equal(torch.cat(lengths_FB_of_K, dim=1), lengths_FB):
-                raise CompatError(
-                    f"{self._line(name)} gives {name} other numbers of lookups in a part of a batch"
-                )
-
     def _inputs(
         self, context: TrainPipelineContext, name: str
     ) -> tuple[KeyedJaggedTensor, list[KeyedJaggedTensor]]:
@@ -204,7 +185,7 @@ class MadeAhead:
                 except Exception as error:  # any error of the model's code
                     raised = f"{node.meta['line']} raises {type(error).__name__}: {error}"
                     raise CompatError(raised) from error
-                # traced code cannot replace a member; functions that are not traced are rare
+                # a layer may replace a member; what other functions replaced is found at the end
                 may_be_replaced = node.op == "call_module" or node is found.input
                 if watch.is_written() or (may_be_replaced and watch.is_replaced()):
                     raise WrittenBatchError(f"{node.meta['line']} {WRITES}; write into a clone")
@@ -337,6 +318,7 @@ class _SliceResults(TorchFunctionMode):
         self._by_call: dict[Hashable, list[_Result]] = {}
         """Results of equal calls, in their order."""
         self._is_recording = self._is_entered = False
+        self._watch: BatchWatch  # of the batch, while operators are recorded
         self._has_written = False
         self._stance = ExitStack()
 

@@ -102,9 +102,14 @@ class MicroBatchPolicy:
         return self._choice.is_settled and (self._asked is not None or self._num_steps > 0)
 
     @property
-    def proof(self) -> Proof | None:
-        """The proof that micro-batches train the same as the batch; ``None`` = there is none."""
-        return self._proof
+    def is_proved(self) -> bool:
+        """Whether a proof shows that micro-batches train the same as the batch."""
+        return self._proof is not None
+
+    @property
+    def equal_rows(self) -> Sequence[Sequence[str]]:
+        """Groups of rows to be counted in each batch, see :attr:`.Proof.equal_rows`."""
+        return () if self._proof is None else self._proof.equal_rows
 
     @property
     def chosen(self) -> Setting | None:
@@ -149,6 +154,7 @@ class MicroBatchPolicy:
         inflight.is_whole |= self._is_next_whole
         self._has_examined = self._examine(inflight, has_changed)
         inflight.is_whole |= self._asked is None and self._proof is None
+        inflight.is_whole |= self._has_examined and bool(self.equal_rows)  # not checked yet
         self._is_next_whole = False
 
     def end_step(self, settings: Sequence[Setting]) -> None:

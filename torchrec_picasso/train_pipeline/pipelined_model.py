@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,6 @@ from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import Agreement, agree_on
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.proof.dense_part import without_a_trace
-from torchrec_picasso.proof.proof import Proof
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 from torchrec_picasso.train_pipeline.in_flight_batch import InFlightBatch
 from torchrec_picasso.train_pipeline.made_ahead import MadeAhead
@@ -233,11 +232,7 @@ class PipelinedModel:
     ) -> tuple[Mapping[str, KeyedJaggedTensor], int, list[str]]:
         """Finds the modules' features, the number of samples (1 if unknown), and VBE modules, whose
         features have another number of samples, or a batch size each."""
-        features_of = {}
-        with self._reading_in(context):
-            for name, module in self.interleaved.items():
-                args, kwargs = module.forward.args.build_args_kwargs(batch)
-                features_of[name] = maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
+        features_of = self._features_of(self.interleaved, batch, context)
         strides = {
             name: None if features.variable_stride_per_key() else features.stride()
             for name, features in features_of.items()
@@ -345,10 +340,10 @@ class PipelinedModel:
         context: TrainPipelineContext,
         micro_batches: Sequence[Any],
         sizes: Sequence[int],
-        proof: Proof | None,
+        is_proved: bool,
     ) -> None:
         """Makes the inputs of micro-batches that the model makes itself; CompatError if they cannot
-        be made, or are no parts of the whole batch's as far as a proof does not cover that."""
+        be made. Without a proof, they must be parts of the whole batch's."""
         ahead = self.made_ahead
         with self._reading_in(context):
             for name in ahead.names:
@@ -356,10 +351,32 @@ class PipelinedModel:
         for number, micro_batch in enumerate(micro_batches if ahead.names else ()):
             with self.postprocs_for_part(context, sizes, itemgetter(number)):
                 ahead.make_part(context, micro_batch, number)
-        if proof is None:
+        if not is_proved:
             ahead.check_parts(context, sizes)
-        else:
-            ahead.check_counts(context, proof.equal_rows)
+
+    def looked_up(
+        self, groups: Iterable[Sequence[str]], inflight: InFlightBatch
+    ) -> Mapping[str, KeyedJaggedTensor]:
+        """Returns what modules look up for a batch, by name, of those whose lookups are in groups
+        of :attr:`.Proof.equal_rows`."""
+        names = tuple(name for group in groups for name in group)
+        modules = {
+            name: module
+            for name, module in self.modules.items()
+            if any(rows.startswith(f"{name}[") for rows in names)
+        }
+        return self._features_of(modules, inflight.batch, inflight.context)
+
+    def _features_of(
+        self, modules: Mapping[str, Any], batch: Any, context: TrainPipelineContext
+    ) -> dict[str, KeyedJaggedTensor]:
+        """Finds the features of modules, by name."""
+        features_of = {}
+        with self._reading_in(context):
+            for name, module in modules.items():
+                args, kwargs = module.forward.args.build_args_kwargs(batch)
+                features_of[name] = maybe_td_to_kjt(next(iter((*args, *kwargs.values()))), None)
+        return features_of
 
     def _reading_in(self, context: TrainPipelineContext) -> AbstractContextManager[None]:
         """In this context, postprocs and inputs that are made ahead run, or return their result."""

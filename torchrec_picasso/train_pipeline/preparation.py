@@ -29,7 +29,7 @@ from torchrec_picasso.ops.id_reader import IdReader, PreparedIds
 from torchrec_picasso.ops.ids import IdSpace, PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.rows.group import ROUTES, merged_tables
-from torchrec_picasso.rows.valid_features import length_error, with_weights
+from torchrec_picasso.rows.valid_features import form_error, with_weights
 from torchrec_picasso.train_pipeline.model_parts import ScheduledModule
 from torchrec_picasso.train_pipeline.module_group import exchange_key, is_weighted
 
@@ -152,4 +152,4 @@ class Preparation:
 
 def _is_left_out(features: KeyedJaggedTensor) -> bool:
     """Whether the step has to read the features: they have their own batch sizes, or are bad."""
-    return features.variable_stride_per_key() or length_error(features) is not None
+    return features.variable_stride_per_key() or form_error(features) is not None
