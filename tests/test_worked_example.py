@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.rows.worlds import World, features_of, fill_replicas, make_world, whole_tables
-from torchrec_picasso.ops.ids import PackedTable
+from tests.rows.worlds import (
+    World,
+    features_of,
+    fill_replicas,
+    make_world,
+    table_of,
+    whole_tables,
+)
 from torchrec_picasso.ops.row_order import first_use_chunks
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
@@ -34,24 +40,11 @@ THIS = [[[[1], [2]], [[0, 3], [3, 1]]], [[[3], [1]], [[0, 5], [3, 0]]]]
 Lines = dict[str, tuple[str, ...]]
 
 
-def _tables() -> list[PackedTable]:
-    def table(name: str, blocks: tuple[int, int], hot: list[int]) -> PackedTable:
-        return PackedTable(
-            name=name,
-            pack=0,
-            dim=DIM,
-            block_rows_W=blocks,
-            hot_rows_H=torch.tensor(hot, dtype=torch.int64),
-            feature_names=(f"{name}_id",),
-        )
-
-    return [table("user", (2, 2), []), table("item", (3, 3), [0])]
-
-
 def _world() -> World:
     """Each row holds its linear id in every column."""
+    tables = [table_of("user", 0, DIM, [2, 2], []), table_of("item", 0, DIM, [3, 3], [0])]
     ids = torch.arange(10.0).unsqueeze(1).expand(-1, DIM)
-    world = make_world(NUM_RANKS, _tables(), [ids[:4].clone(), ids[4:].clone()])
+    world = make_world(NUM_RANKS, tables, [ids[:4].clone(), ids[4:].clone()])
     fill_replicas(world)
     return world
 

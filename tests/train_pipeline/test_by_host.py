@@ -23,9 +23,7 @@ from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from tests.sharding.jobs import (
-    ODD,
     OPTIMIZERS,
-    PLAIN,
     Job,
     Model,
     build,
@@ -35,38 +33,32 @@ from tests.sharding.jobs import (
 )
 from tests.support.placing import distribute
 from tests.support.shared_run import run_once
-from tests.train_pipeline import runs
-from tests.train_pipeline.test_exactness import check_cases
+from tests.train_pipeline import runs, test_exactness
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_planner
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.exchange.all_to_all import Ranks
 
-ROWS = Job(
-    placement={"*": 2, "one_row": 1},
-    tables=ODD,
-    by_host=("*",),
-    batch_sizes=(16, 9, 0, 5),
-    num_steps=5,
-)
+
+def _by_host(job: Job, *batch_sizes: int) -> Job:
+    """The same job with all hot/cold tables by host, on four ranks or more."""
+    placement = {name: 0 if place == "bags" else place for name, place in job.placement.items()}
+    sizes = batch_sizes or (*job.batch_sizes, 4)
+    return dataclasses.replace(job, placement=placement, batch_sizes=sizes, by_host=("*",))
+
+
 JOBS = {
-    "hot": ROWS,
-    "cold": dataclasses.replace(ROWS, placement={"*": 0}, lopsided=True),
-    "waves": dataclasses.replace(
-        ROWS,
-        tables=tuple(dataclasses.replace(table, mean=False) for table in ODD),
-        waves={"b": 1, "d": 3},
-        weighted=True,
-    ),
-    "mixed": dataclasses.replace(ROWS, placement={"*": 2, "b": "table_wise"}, tables=PLAIN),
+    name: _by_host(test_exactness.JOBS[name], 16, 9, 0, 5)
+    for name in ("rows", "waves_weighted_uneven", "mixed")
 }
-SETTINGS = ((1, False), (1, True), (2, True), (4, False), (4, True))
-SETTINGS_OF: dict[tuple[int, int], tuple[tuple[int, bool], ...]] = {
-    (2, 2): SETTINGS,
-    (2, 4): ((1, True), (4, True)),
-    (4, 2): ((1, True), (4, True)),
+ROWS = JOBS["rows"]
+JOBS["cold"] = dataclasses.replace(ROWS, placement={"*": 0}, lopsided=True)
+SETTINGS_OF = {
+    (2, 2): runs.SETTINGS_OF[2],
+    (2, 4): runs.SETTINGS_OF[3],
+    (4, 2): runs.SETTINGS_OF[3],
 }
 """By number of hosts, and of ranks on each."""
-NAMES_OF = {(2, 2): tuple(JOBS), (2, 4): ("hot",), (4, 2): ("cold",)}
+NAMES_OF = {(2, 2): tuple(JOBS), (2, 4): ("rows",), (4, 2): ("cold",)}
 CASES = [
     (hosts, name, setting)
     for hosts, names in NAMES_OF.items()
@@ -144,7 +136,7 @@ def test_every_driver_trains_as_stock(hosts: tuple[int, int]) -> None:
 
 def test_rows_by_host_may_be_requested_of_the_planner() -> None:
     by_rank = _trained((2, 2))
-    runs.compare_runs(by_rank, "planned", ("hot", "stock"))
+    runs.compare_runs(by_rank, "planned", ("rows", "stock"))
     assert all(of_rank["planned"][0].replicas for of_rank in by_rank)
 
 
@@ -158,15 +150,8 @@ def test_neither_time_nor_looking_ahead_changes_a_bit(hosts: tuple[int, int]) ->
             runs.compare_runs(by_rank, *keys, rtol=0, atol=0)
 
 
-def _by_host(job: Job) -> Job:
-    """The same job with all hot/cold tables by host."""
-    placement = {name: 0 if place == "bags" else place for name, place in job.placement.items()}
-    sizes = (*job.batch_sizes, 4)
-    return dataclasses.replace(job, placement=placement, batch_sizes=sizes, by_host=("*",))
-
-
 def test_random_plans_train_as_stock() -> None:
-    check_cases([f"hosts/{number}" for number in range(8)], 4, _by_host)
+    test_exactness.check_cases([f"hosts/{number}" for number in range(8)], 4, _by_host)
 
 
 SMALL = Job(placement={"*": 4}, by_host=("*",))

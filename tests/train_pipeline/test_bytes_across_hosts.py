@@ -21,7 +21,10 @@ from tests.sharding.jobs import Job, Table, build
 from tests.support.shared_run import run_once
 from tests.support.wire import Message, MessageRecorder, elements
 from tests.train_pipeline.runs import pipeline_of
+from torchrec_picasso.cost.hot_cold import ByHost, HotColdTotals, level_bytes
+from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.exchange.agreement import Flags
+from torchrec_picasso.frequency.spectrum import CountSpectrum
 
 FEATURES = tuple(f"c{number + 1}" for number in range(26))
 DIM, NUM_STEPS = 16, 4
@@ -120,6 +123,33 @@ def test_a_row_crosses_once_per_host(hosts: tuple[int, int]) -> None:
         for by_host in (False, True)
     )
     assert mine / flat <= MOST_OF[hosts], mine / flat
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("hosts", BATCH_SIZE_OF)
+def test_the_cost_model_expects_the_rows_that_cross(hosts: tuple[int, int]) -> None:
+    """Within 3 %: the rows of four steps, from the counts of all samples."""
+    (num_hosts, num_places), size = hosts, BATCH_SIZE_OF[hosts]
+    world_size, num_steps = num_hosts * num_places, 4
+    totals = HotColdTotals()
+    for ids in _ids():
+        counts = torch.from_numpy(np.bincount(ids))
+        load = TableLoad(
+            name="",
+            num_embeddings=len(counts),
+            dim=DIM,
+            lookups=size,
+            bags=size,
+            spectrum=CountSpectrum.from_counts(counts, len(counts)),
+        )
+        work = TableWork(load, world_size, num_places)
+        totals = totals.plus(HotColdTotals.from_table(work, 0, "node_rows"))
+    by_host = ByHost(totals=totals, num_packs=1, ranks_per_host=num_places)
+    per_rank, per_host = np.sum([_expected_rows(hosts, step) for step in range(num_steps)], axis=0)
+    across = level_bytes(by_host, world_size)["across"]
+    steps_of_all = num_steps * world_size
+    assert across["rows"] * steps_of_all == pytest.approx(4 * DIM * per_host, rel=0.03)
+    assert across["ids"] * steps_of_all == pytest.approx(4 * per_rank, rel=0.03)
 
 
 @pytest.mark.data

@@ -226,38 +226,32 @@ class _Numbers(torch.utils.data.Dataset):
         return batch
 
 
-def _with_workers(rank: int, world_size: int) -> Any:
-    model = build(JOBS["rows"], rank, 2)
-    before = model.module.ebc.forward
-    pipeline = pipeline_of(model, num_micro_batches=1, lookahead=False, refresh=OFTEN)
-    prepare = pipeline.preparation()
-    assert model.module.ebc.forward == before  # the model is as it was
-    loader = DataLoader(
-        _Numbers(rank),
-        batch_size=None,
-        collate_fn=prepare,
-        num_workers=2,
-        multiprocessing_context="fork" if rank else "spawn",
-    )
-    outputs = run_to_the_end(pipeline, iter(loader))
-    return {True: (result_of_module(model, [], ("ebc",)), outputs)}, pipeline.summary()
-
-
-def _without_workers(rank: int, world_size: int) -> Any:
-    model, batches = (
-        build(JOBS["rows"], rank, 2),
-        batches_of(JOBS["rows"], rank, range(STEPS[rank])),
-    )
-    pipeline = pipeline_of(model, num_micro_batches=1, lookahead=False, refresh=OFTEN)
-    outputs = run_to_the_end(pipeline, iter(batches))
-    return {False: (result_of_module(model, [], ("ebc",)), outputs)}
+def _by_workers(rank: int, world_size: int) -> tuple[dict[bool, Run], str]:
+    """A run of batches that workers make and prepare, and one without them; what the first says."""
+    runs, told = {}, ""
+    for has_workers in (True, False):
+        model = build(JOBS["rows"], rank, 2)
+        before = model.module.ebc.forward
+        pipeline = pipeline_of(model, num_micro_batches=1, lookahead=False, refresh=OFTEN)
+        batches: Any = batches_of(JOBS["rows"], rank, range(STEPS[rank]))
+        if has_workers:
+            batches = DataLoader(
+                _Numbers(rank),
+                batch_size=None,
+                collate_fn=pipeline.preparation(),
+                num_workers=2,
+                multiprocessing_context="fork" if rank else "spawn",
+            )
+            assert model.module.ebc.forward == before  # the model is as it was
+        outputs = run_to_the_end(pipeline, iter(batches))
+        runs[has_workers] = result_of_module(model, [], ("ebc",)), outputs
+        told = told or pipeline.summary()
+    return runs, told
 
 
 def test_workers_of_a_data_loader_prepare() -> None:
-    pairs = zip(run_once(_with_workers, 2), run_once(_without_workers, 2))
-    by_rank = []
-    for rank, ((found, told), expected) in enumerate(pairs):
-        by_rank.append(found | expected)
+    by_rank, lines = zip(*run_once(_by_workers, 2))
+    for rank, told in enumerate(lines):
         used, again = _counts(told)  # a refresh requests batches in flight again
         assert used >= STEPS[rank]
         assert again == 0

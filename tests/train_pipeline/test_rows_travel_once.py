@@ -50,19 +50,23 @@ WORLD_SIZES = (2, 3)
 FLOATS, IDS, MARKS, HEADER = torch.float32, torch.int32, torch.uint8, torch.int64
 
 
+def _recorded(job: Job, driver: Driver, rank: int, world_size: int) -> list[Message]:
+    """Messages of all steps but the first, in the second of which DDP makes its buckets anew."""
+    pipeline = make_driver(driver, build(job, rank, world_size))
+    run_to_the_end(pipeline, iter(batches_of(job, rank, range(NUM_WARM))))
+    steps = range(NUM_WARM, NUM_WARM + job.num_steps)
+    with MessageRecorder() as recorder:
+        outputs = run_to_the_end(pipeline, iter(batches_of(job, rank, steps)))
+    assert len(outputs) == job.num_steps
+    return recorder.messages
+
+
 def _warm_and_record(rank: int, world_size: int) -> dict[tuple[str, Driver], list[Message]]:
-    found = {}
-    for name, job in _jobs(world_size).items():
-        for driver in DRIVERS_OF[world_size]:
-            pipeline = make_driver(driver, build(job, rank, world_size))
-            # DDP makes its buckets anew in the second step
-            run_to_the_end(pipeline, iter(batches_of(job, rank, range(NUM_WARM))))
-            steps = range(NUM_WARM, NUM_WARM + job.num_steps)
-            with MessageRecorder() as recorder:
-                outputs = run_to_the_end(pipeline, iter(batches_of(job, rank, steps)))
-            assert len(outputs) == job.num_steps
-            found[name, driver] = recorder.messages
-    return found
+    return {
+        (name, driver): _recorded(job, driver, rank, world_size)
+        for name, job in _jobs(world_size).items()
+        for driver in DRIVERS_OF[world_size]
+    }
 
 
 def _jobs(world_size: int) -> dict[str, Job]:
@@ -175,18 +179,11 @@ def test_the_batches_repeat_rows(world_size: int) -> None:
 BAG_TABLES = (Table("a", 8, 60, ("f0",)), Table("b", 16, 40, ("f1", "f2"), mean=True))
 """On two ranks ``a`` is at home on rank 0 and ``b`` on rank 1."""
 FEATURES_AT_HOME, DIM = {0: ["f0"], 1: ["f1", "f2"]}, {0: 8, 1: 16}
-BAG_JOB = Job(placement={"*": "bags"}, tables=BAG_TABLES, batch_sizes=(20, 12), num_steps=4)
+BAG_JOB = Job(placement={"*": "bags"}, tables=BAG_TABLES, batch_sizes=(20, 12), num_steps=NUM_STEPS)
 
 
 def _record(rank: int, world_size: int) -> dict[Driver, list[Message]]:
-    found = {}
-    for driver in DRIVERS:
-        pipeline = make_driver(driver, build(BAG_JOB, rank, world_size))
-        run_to_the_end(pipeline, iter(batches_of(BAG_JOB, rank, range(3))))  # DDP makes its buckets
-        with MessageRecorder() as recorder:
-            run_to_the_end(pipeline, iter(batches_of(BAG_JOB, rank, range(BAG_JOB.num_steps))))
-        found[driver] = recorder.messages
-    return found
+    return {driver: _recorded(BAG_JOB, driver, rank, world_size) for driver in DRIVERS}
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
@@ -206,7 +203,7 @@ def test_each_lookup_is_sent_once_and_each_bags_length(driver: Driver) -> None:
         away = FEATURES_AT_HOME[1 - rank]
         lengths = [
             batch.sparse_features[name].lengths()
-            for batch in batches_of(BAG_JOB, rank, range(BAG_JOB.num_steps))
+            for batch in batches_of(BAG_JOB, rank, range(NUM_WARM, NUM_WARM + NUM_STEPS))
             for name in away
         ]
         expected = sum(int(of_bags.sum()) + of_bags.numel() for of_bags in lengths)

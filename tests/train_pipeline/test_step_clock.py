@@ -23,21 +23,13 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[MicroBatchPolicy, list[Any]]
     return policy, spans
 
 
-def test_a_step_lasts_from_the_end_of_the_step_before(
+def test_a_step_lasts_from_the_end_of_the_step_before_unless_that_evaluated(
     timed: tuple[MicroBatchPolicy, list[Any]],
 ) -> None:
     policy, spans = timed
-    for _ in range(3):
+    for is_evaluated in (False, False, True, False):
+        if is_evaluated:
+            policy.train_whole_next()
         policy.start_step()
         policy.end_step(SETTINGS)
-    assert spans == [(0, 1), (1, 3), (3, 5)]  # stamps 2 and 4 are starts
-
-
-def test_evaluation_between_steps_does_not_count(timed: tuple[MicroBatchPolicy, list[Any]]) -> None:
-    policy, spans = timed
-    policy.start_step()
-    policy.end_step(SETTINGS)
-    policy.train_whole_next()
-    policy.start_step()
-    policy.end_step(SETTINGS)
-    assert spans == [(0, 1), (2, 3)]
+    assert spans == [(0, 1), (1, 3), (4, 5), (5, 7)]  # stamps 2, 4 and 6 are starts

@@ -124,8 +124,6 @@ def test_curves_of_another_cluster_are_used_with_a_warning_that_names_both(
 
 REFUSALS: list[tuple[list[str], str]] = [
     (["--world-size", "1"], "--world-size: expected at least 2, got 1"),
-    (["--world-size", "0"], "--world-size: expected at least 2, got 0"),
-    (["--world-size", "-4"], "--world-size: expected at least 2, got -4"),
     (["--memory-gib", "nan"], "--memory-gib"),
     (["--hot-rows", "-1"], "hot_rows is -1 for"),
     (["--hot-rows", "100000000"], "hot_rows is 100000000 for"),
