@@ -121,8 +121,8 @@ class Curve:
 
     @property
     def burst_ms(self) -> float:
-        """Bytes that a link passes at once after a pause, such as the tokens of a bucket, in time at
-        :attr:`busy_ms_per_byte`: the most that a measured size was faster than that."""
+        """Bytes that a link passes at once after a pause, such as the tokens of a bucket, in their
+        time at :attr:`busy_ms_per_byte`: the most that a measured size was faster than that."""
         points = zip(self.sent_bytes, self.ms)
         return max(self.busy_ms_per_byte * n + self.ms[0] - ms for n, ms in points)
 
