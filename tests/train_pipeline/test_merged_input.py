@@ -71,9 +71,19 @@ class Rolled(Model):
         features = batch.sparse_features
         own = features["f"]
         made = KeyedJaggedTensor.from_lengths_sync(
-            keys=["s"], values=own.values(), lengths=own.lengths().roll(1)
+            keys=["s"], values=self.ids(own), lengths=own.lengths().roll(1)
         )
         return self.head((self.ebc(features), self.rolled(made), own), batch)
+
+    def ids(self, own: JaggedTensor) -> Tensor:
+        return own.values()
+
+
+class RolledLargest(Rolled):
+    """Raises for a batch without samples, which a stock table gets."""
+
+    def ids(self, own: JaggedTensor) -> Tensor:
+        return own.values() % (own.values().max() + 1)
 
 
 class SameTotals(Model):
@@ -428,6 +438,7 @@ PROGRAMS = {
     "largest of none": Program(model=Largest, told=IS, numbers=NUMBERS, batch=_half_empty),
     "shifted": Program(model=Shifted, told=IS, numbers=NUMBERS),
     "rolled": Program(model=Rolled, head=OfLookups, told=IS, numbers=NUMBERS),
+    "rolled, largest": Program(model=RolledLargest, head=OfLookups, told=IS, numbers=NUMBERS),
     "same totals": Program(
         model=SameTotals, head=OfLookups, batch=_same_totals, told=IS, numbers=NUMBERS
     ),
@@ -593,6 +604,13 @@ class Checked(Model):
         return self.ebc(_with_ids(features, _checked(features.values())))
 
 
+class CheckedBeside(Rolled):
+    """The stock table's input is the one that is checked."""
+
+    def ids(self, own: JaggedTensor) -> Tensor:
+        return _checked(own.values())
+
+
 class ByRank(Model):
     def look_up(self, features: KeyedJaggedTensor) -> Any:
         ids = features.values() % ROWS
@@ -605,8 +623,8 @@ def _refusals(rank: int, world_size: int) -> dict[type[Model], str]:
     if rank == 1:
         batches[3].sparse_features.values()[0] = ROWS
     told = {}
-    for kind in (Checked, ByRank):
-        model = build(kind(Head), ())
+    for kind in (Checked, CheckedBeside, ByRank):
+        model = build(kind(OfLookups if kind is CheckedBeside else Head), ())
         pipeline = InterleavedTrainPipeline(model, dense_optimizer(model), CPU)
         told[kind] = refusal(CompatError, runs.run_to_the_end, pipeline, iter(batches))
     return told
@@ -615,6 +633,7 @@ def _refusals(rank: int, world_size: int) -> dict[type[Model], str]:
 def test_what_one_rank_cannot_run_ahead_is_refused_on_all() -> None:
     told, others = run_once(_refusals, 2)
     assert told == others
-    assert told[Checked].startswith(f"rank 1: {__file__}:")
-    assert "raises ValueError: no such row" in told[Checked]
+    for kind in (Checked, CheckedBeside):
+        assert told[kind].startswith(f"rank 1: {__file__}:")
+        assert "raises ValueError: no such row" in told[kind]
     assert "the model's forward differs by rank: on rank 0 it reads the input of" in told[ByRank]

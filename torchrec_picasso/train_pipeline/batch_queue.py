@@ -317,7 +317,7 @@ class BatchQueue:
                 try:
                     micro_batches_K = list(self._options.split(batch, sizes_K))
                     parts = micro_batches_K, sizes_K, self._policy.is_proved
-                    self._pipelined.make_parts(batch, fetched.context, *parts)
+                    self._pipelined.make_parts(fetched.context, *parts)
                 except WrittenBatchError:
                     raise  # the whole batch is written
                 except (CompatError, InputError) as error:

@@ -213,9 +213,13 @@ class PipelinedModel:
     ) -> tuple[Mapping[str, KeyedJaggedTensor], int]:
         """Reads each interleaved module's features off a batch, and the number of samples.
 
-        CompatError, on this rank alone, if features cannot be served, or have their own batch sizes
-        (VBE), unlike those of the first batch.
+        CompatError, on this rank alone, if features cannot be served, if the input of any module,
+        also a plain one, cannot be made ahead, or if features have their own batch sizes (VBE),
+        unlike those of the first batch.
         """
+        with self._reading_in(context):
+            for name in self.made_ahead.names:
+                self.made_ahead.input_of(name, batch)
         features_of, num_samples, vbe = self._examined(batch, context)
         for name in vbe:
             if name not in self.first_batch.vbe:
@@ -336,7 +340,6 @@ class PipelinedModel:
 
     def make_parts(
         self,
-        batch: Any,
         context: TrainPipelineContext,
         micro_batches: Sequence[Any],
         sizes: Sequence[int],
@@ -345,9 +348,6 @@ class PipelinedModel:
         """Makes the inputs of micro-batches that the model makes itself; CompatError if they cannot
         be made. Without a proof, they must be parts of the whole batch's."""
         ahead = self.made_ahead
-        with self._reading_in(context):
-            for name in ahead.names:
-                ahead.input_of(name, batch)
         for number, micro_batch in enumerate(micro_batches if ahead.names else ()):
             with self.postprocs_for_part(context, sizes, itemgetter(number)):
                 ahead.make_part(context, micro_batch, number)
