@@ -158,8 +158,8 @@ def test_little_else_travels(world_size: int, name: str, driver: Driver) -> None
     looks_ahead = driver is not None and driver[1]
     assert 0 < marks <= ids if looks_ahead else marks == 0
     num_chunks = driver[0] if driver is not None else 1
-    # counts per dim and chunk, three numbers, hot bits; three flags before the step
-    words = (3 * num_chunks + 7) * (world_size - 1)
+    # counts per dim and chunk, three numbers, hot bits; four flags before the step
+    words = (3 * num_chunks + 8) * (world_size - 1)
     for messages in by_rank:
         known = elements(messages, IDS, FLOATS, MARKS, HEADER)
         assert known == sum(m.num_elements for m in messages if m.peer != -1)
