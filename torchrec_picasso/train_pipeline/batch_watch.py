@@ -19,7 +19,7 @@ WRITES = "writes into the batch"
 
 _BESIDE_VERSIONS = (
     *("data", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"),
-    "_foreach_",
+    *("apply_", "map", "_foreach_", "_fused_"),
 )
 """Beginnings of the names of functions that write, or let others write, without a new version."""
 
@@ -47,8 +47,9 @@ class BatchWatch:
             self.keep_copies()
 
     def keep_copies(self) -> None:
-        """Copies the batch, to find writes by its content."""
-        self._copies = [tensor.clone() for tensor in self._tensors]
+        """Copies the batch, to find writes by its content; of tensors that are not dense versions
+        tell."""
+        self._copies = [each.clone() if _is_dense(each) else each for each in self._tensors]
 
     def is_written(self) -> bool:
         """Whether a tensor was written; without copies by versions, in microseconds."""
@@ -93,8 +94,16 @@ def _members_of(value: Any, path: str = "", is_opaque: bool = False) -> Iterator
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal, tensors by entry; undefined numbers (NaN) are equal here."""
+    """Whether two values are equal, dense tensors by entry; undefined numbers (NaN) are equal
+    here."""
     if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return one is other or described(one) == described(other)
-    is_alike = one.shape == other.shape and one.dtype == other.dtype
+    are_dense = _is_dense(one) and _is_dense(other)
+    is_alike = are_dense and one.shape == other.shape and one.dtype == other.dtype
     return is_alike and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's entries can be compared."""
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and not (tensor.is_quantized or tensor.is_meta)
