@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -28,7 +29,8 @@ def _batch() -> Any:
     ids, weights = torch.arange(4), torch.tensor([1.0, float("nan"), 2.0, 3.0])
     features = KeyedJaggedTensor(["f", "g"], ids, weights, torch.ones(4, dtype=torch.int64))
     batch = Batch(torch.ones(2, 3), features, torch.ones(2))
-    return SimpleNamespace(inside={"x": torch.ones(2)}, batch=batch, flag=None, step=1)
+    beside = {"graph": torch.eye(2).to_sparse(), "array": np.array([1.0, np.nan])}
+    return SimpleNamespace(inside={"x": torch.ones(2)}, batch=batch, flag=None, step=1, **beside)
 
 
 def _set(batch: Any, name: str, value: Any) -> None:
@@ -47,6 +49,9 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "its data": lambda b: b.batch.sparse_features.weights().data.zero_(),
     "other data": lambda b: _set(b.inside["x"], "data", torch.zeros(2)),
     "an array": lambda b: b.batch.labels.numpy().fill(2),
+    "an array in the batch": lambda b: b.array.fill(2),
+    "by a function": lambda b: b.batch.labels.apply_(lambda label: label + 1),
+    "a sparse tensor": lambda b: _set(b, "graph", b.graph * 2),
     "another library's tensor": lambda b: torch.from_dlpack(b.inside["x"]).mul_(2),
     "its memory": _storage,
     "several at once": lambda b: torch._foreach_mul_([b.batch.labels, b.inside["x"]], 2),

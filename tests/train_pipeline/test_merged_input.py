@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,9 @@ from tests.train_pipeline.programs import (
     sequences,
 )
 from torchrec_picasso import CompatError, InterleavedTrainPipeline
+from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.train_pipeline.batch_watch import WRITES
+from torchrec_picasso.train_pipeline.equal_rows import are_uneven
 
 
 def _with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
@@ -637,3 +640,13 @@ def test_what_one_rank_cannot_run_ahead_is_refused_on_all() -> None:
         assert told[kind].startswith(f"rank 1: {__file__}:")
         assert "raises ValueError: no such row" in told[kind]
     assert "the model's forward differs by rank: on rank 0 it reads the input of" in told[ByRank]
+
+
+def test_a_feature_of_several_tables_is_counted_once() -> None:
+    lengths = torch.tensor([1, 1, 2, 0])
+    batch = KeyedJaggedTensor(["f", "g"], torch.arange(4), lengths=lengths)
+    parts: Any = SimpleNamespace(
+        filled=[0, 1], sizes_K=[1, 1], micro_batches_K=split_batch(batch, [1, 1])
+    )
+    assert not are_uneven([["ec['f@a']", "ec['f@b']", "batch['f']"]], parts, {"ec": batch})
+    assert are_uneven([["ec['f@a']", "ec['g@b']"]], parts, {"ec": batch})

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ WRITES = "writes into the batch"
 
 _BESIDE_VERSIONS = (
     *("data", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"),
-    "_foreach_",
+    *("apply_", "map", "_foreach_", "_fused_"),
 )
 """Beginnings of the names of functions that write, or let others write, without a new version."""
 
@@ -32,7 +33,12 @@ class BatchWatch:
     """Tells whether a batch, or a micro-batch, has been written since this object was made."""
 
     def __init__(self, batch: Any) -> None:
-        self._batch, self._members = batch, dict(_members_of(batch))
+        self._batch = batch
+        # an array has no version, so its content is kept; not that of a file
+        self._members = {
+            path: value.copy() if type(value) is np.ndarray else value
+            for path, value in _members_of(batch)
+        }
         self._tensors = [each for each in self._members.values() if isinstance(each, Tensor)]
         self._versions = described(self._tensors)
         self._copies: list[Tensor] | None = None
@@ -47,8 +53,9 @@ class BatchWatch:
             self.keep_copies()
 
     def keep_copies(self) -> None:
-        """Copies the batch, to find writes by its content."""
-        self._copies = [tensor.clone() for tensor in self._tensors]
+        """Copies the batch, to find writes by its content; of tensors that are not dense versions
+        tell."""
+        self._copies = [each.clone() if _is_dense(each) else each for each in self._tensors]
 
     def is_written(self) -> bool:
         """Whether a tensor was written; without copies by versions, in microseconds."""
@@ -57,8 +64,8 @@ class BatchWatch:
         return not all(map(_are_equal, self._tensors, self._copies or self._tensors))
 
     def is_replaced(self) -> bool:
-        """Whether another value is in the place of a member; takes longer. New members, such as a
-        result that the batch keeps, replace nothing."""
+        """Whether another value is in the place of a member, or an array was written; takes longer.
+        New members, such as a result that the batch keeps, replace nothing."""
         now = dict(_members_of(self._batch))
         return any(
             value is not None and not _are_equal(now.get(path), value)
@@ -93,8 +100,19 @@ def _members_of(value: Any, path: str = "", is_opaque: bool = False) -> Iterator
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal, tensors by entry; undefined numbers (NaN) are equal here."""
+    """Whether two values are equal, dense tensors and arrays by entry; undefined numbers (NaN) are
+    equal here."""
+    if type(one) is type(other) is np.ndarray:
+        is_alike = one.shape == other.shape and one.dtype == other.dtype
+        return is_alike and one.tobytes() == other.tobytes()
     if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return one is other or described(one) == described(other)
-    is_alike = one.shape == other.shape and one.dtype == other.dtype
+    are_dense = _is_dense(one) and _is_dense(other)
+    is_alike = are_dense and one.shape == other.shape and one.dtype == other.dtype
     return is_alike and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's entries can be compared."""
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and not (tensor.is_quantized or tensor.is_meta)

@@ -31,10 +31,16 @@ def are_uneven(
     """
     counts_K = _counts_of_parts(inflight, looked_up)
     for group in groups:
-        first, *others = (counts_K.get(name) for name in group)
+        first, *others = (counts_K.get(name, counts_K.get(_without_table(name))) for name in group)
         if first is None or any(other != first for other in others):
             return True
     return False
+
+
+def _without_table(name: str) -> str:
+    """Shortens ``module['feature@table']``, TorchRec's name of the lookups of a feature that
+    several tables have, to ``module['feature']``."""
+    return name.rpartition("@")[0] + name[-2:]
 
 
 def _counts_of_parts(
