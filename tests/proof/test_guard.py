@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -134,3 +134,18 @@ def test_a_change_is_proved_anew() -> None:
     model.head.late = True
     reason = prove(model, batch, given_tables(model, batch.sparse_features)).reason
     assert "computes over the batch" in str(reason)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class OfPairs(nn.Linear):
+    def forward(self, batch: Pair) -> tuple[Tensor, Pair]:  # type: ignore[override]
+        out = super().forward(batch.x).squeeze(1)
+        return ((out - batch.y) ** 2).mean(), Pair(out, batch.y)
+
+
+def test_batches_and_outputs_may_be_named_tuples() -> None:
+    assert prove(OfPairs(3, 1), Pair(torch.ones(8, 3), torch.ones(8)), []).reason is None

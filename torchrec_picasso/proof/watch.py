@@ -39,7 +39,7 @@ def foreign_module(name: str | None) -> str | None:
     """Returns a module that a forward must not use, such as a clock; ``None`` = a trusted one."""
     name = name or "builtins"
     parents = [name[:end] for end, letter in enumerate(name + ".") if letter == "."]
-    if parents[0].lstrip("_") not in _TRUSTED:
+    if parents[0].lstrip("_") not in _TRUSTED and not _is_named_tuple(name):
         return name
     return next((parent for parent in parents if parent in _UNSTEADY), None)
 
@@ -52,7 +52,12 @@ def is_users_module(name: str, file: str = "") -> bool:
         return True  # models, though inside this package
     is_standard = not file or file.startswith(("<frozen", sysconfig.get_path("stdlib")))
     is_python = root in sys.stdlib_module_names and is_standard
-    return not (root in _TRUSTED or is_python or name.startswith("namedtuple_"))
+    return not (root in _TRUSTED or is_python or _is_named_tuple(name))
+
+
+def _is_named_tuple(name: str) -> bool:
+    """Whether a module's name is that of a NamedTuple's generated functions, which no file has."""
+    return name.startswith("namedtuple_") and name not in sys.modules
 
 
 def is_users(code: CodeType, names: Mapping[str, Any]) -> bool:
