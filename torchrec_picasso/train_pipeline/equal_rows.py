@@ -22,7 +22,7 @@ def are_uneven(
     inflight: InFlightBatch,
     looked_up: Mapping[str, KeyedJaggedTensor],
 ) -> bool:
-    """Whether a micro-batch has other numbers of rows in a group.
+    """Whether rows of a group are not equally many in a micro-batch, or cannot be counted.
 
     Args:
         groups: Names of rows, see :attr:`.Proof.equal_rows`.
