@@ -87,7 +87,7 @@ def test_rows_travel_once_for_each_rank_or_host() -> None:
     cluster, _ = _cluster()
     names = ("header", "bits", "ids", "mask", "rows", "gradients")
     flat, inside, across = ({name: np.zeros((4, 4), dtype=int) for name in names} for _ in range(3))
-    flat["flags"], across["flags"] = np.full((4, 4), 24), np.full((4, 4), 24)
+    flat["flags"], across["flags"] = np.full((4, 4), 32), np.full((4, 4), 32)  # four of 8
 
     def travel(sent: dict[str, np.ndarray], asks: int, serves: int, t: int, ids: int) -> None:
         sent["ids"][asks, serves] += 4 * ids
