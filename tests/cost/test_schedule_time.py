@@ -51,14 +51,6 @@ def test_where_steps_meet_rows_and_gradients_of_a_whole_batch_are_exposed() -> N
     assert found == pytest.approx(29)
 
 
-def test_what_a_link_passes_at_once_after_a_pause_it_passes_once() -> None:
-    # gradients come after a pause, dirty rows right after them: of the 3 ms gradients take 2
-    gradients = OpTime(message=Message(5, busy_ms=7, burst_ms=3))
-    dirty = OpTime(message=Message(4, busy_ms=7, burst_ms=3))
-    found = step_ms(forward=10, backward=10, send_gradients=gradients, fetch_dirty=dirty)
-    assert found == pytest.approx(10 + 10 + 5 + 6)
-
-
 def test_of_two_micro_batches_only_the_first_chunk_is_exposed() -> None:
     # backward: part 1 (9), its gradients (6) beside part 0 (3); then part 0's (2) behind them; the
     # update comes after 3 + 6 = 9 + ... = 9 + max(3, 6) + 2. Dirty rows: chunk 0 (1) is waited for,

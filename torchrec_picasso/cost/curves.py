@@ -111,21 +111,6 @@ class Curve:
             slope = self.ms[-1] / self.sent_bytes[-1]
         return self.ms[-1] + beyond * slope
 
-    @property
-    def busy_ms_per_byte(self) -> float:
-        """Milliseconds of a byte on a link that is always busy: from the smallest size to the
-        largest."""
-        if len(self.ms) == 1:
-            return self.ms_per_byte
-        return max(0.0, self.ms[-1] - self.ms[0]) / (self.sent_bytes[-1] - self.sent_bytes[0])
-
-    @property
-    def burst_ms(self) -> float:
-        """Bytes that a link passes at once after a pause, such as the tokens of a bucket, in their
-        time at :attr:`busy_ms_per_byte`: the most that a measured size was faster than that."""
-        points = zip(self.sent_bytes, self.ms)
-        return max(self.busy_ms_per_byte * n + self.ms[0] - ms for n, ms in points)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CommCurves:

@@ -32,10 +32,6 @@ class Message:
     core_share: float = 0.0
     latency_ms: float = 0.0
     """The part of ``ms`` that does not depend on the number of bytes."""
-    busy_ms: float = 0.0
-    """Time of its bytes on a wire that is always busy."""
-    burst_ms: float = 0.0
-    """What the wire passes at once after a long pause, in the same time."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +52,7 @@ class OpTime:
         message = self.message
         if message is not None:
             latency_ms = message.latency_ms
-            message = replace(
-                message,
-                ms=latency_ms + share * (message.ms - latency_ms),
-                busy_ms=share * message.busy_ms,
-            )
+            message = replace(message, ms=latency_ms + share * (message.ms - latency_ms))
         return OpTime(share * self.compute_ms, message)
 
 
@@ -134,7 +126,7 @@ class _Machine:
 
     def __init__(self) -> None:
         self.now_ms = 0.0
-        self._wire_free_ms = self._tokens_ms = 0.0
+        self._wire_free_ms = 0.0
         self._on_wire: list[tuple[float, float]] = []  # arrival and share of the core, in order
         self._first = 0  # first message that may still be on the wire
 
@@ -143,11 +135,7 @@ class _Machine:
         start_ms = max(self.now_ms, self._wire_free_ms)
         if start_ms > self._wire_free_ms:
             self._first = len(self._on_wire)  # all earlier messages have arrived
-        # time adds tokens to the wire's bucket, and bytes take them
-        tokens_ms = min(message.burst_ms, self._tokens_ms + start_ms - self._wire_free_ms)
-        ms = max(message.ms, message.busy_ms - tokens_ms)
-        self._tokens_ms = tokens_ms + ms - message.busy_ms
-        self._wire_free_ms = start_ms + ms
+        self._wire_free_ms = start_ms + message.ms
         self._on_wire.append((self._wire_free_ms, message.core_share))
         return self._wire_free_ms
 

@@ -173,10 +173,7 @@ class StepPricer:
         ms = self.curves.ms(collective, num_bytes, self.world_size)
         core_ms = self.curves.core_ns_per_byte * num_bytes * 1e-6
         latency_ms = min(ms, self.curves.ms(collective, 0, self.world_size))
-        curve = self.curves.collectives[collective]
-        core_share = min(1.0, core_ms / ms) if ms > 0 else 0.0
-        busy_ms = curve.busy_ms_per_byte * num_bytes
-        return Message(ms, core_share, latency_ms, busy_ms, curve.burst_ms)
+        return Message(ms, min(1.0, core_ms / ms) if ms > 0 else 0.0, latency_ms)
 
     def _ways(
         self, direct: HotColdTotals, num_packs: int, uneven_bags: float, by_host: ByHost | None
@@ -269,10 +266,9 @@ class StepPricer:
         found = [message for message in messages if message is not None]
         if len(found) < 2:
             return found[0] if found else None
-        names = ("ms", "latency_ms", "busy_ms", "burst_ms")
-        summed = {name: sum(getattr(message, name) for message in found) for name in names}
+        ms = sum(message.ms for message in found)
         core_ms = sum(message.core_share * message.ms for message in found)
-        return Message(core_share=core_ms / summed["ms"] if core_ms else 0.0, **summed)
+        return Message(ms, core_ms / ms if ms else 0.0, sum(each.latency_ms for each in found))
 
     def _add_stock(
         self, times: dict[_Operation, OpTime], stock: StockCost, last_backward: int
