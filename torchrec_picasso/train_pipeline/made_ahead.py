@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso._torchrec import ArgInfo, BaseArgInfoStep, CallArgs, TrainPipelineContext
@@ -151,24 +150,12 @@ class MadeAhead:
         Raises CompatError if they are not its parts.
         """
         for name in self.names:
-            whole, made = self._inputs(context, name)
+            results, found = context.postproc_fwd_results[_KEY], self._slice(name)
+            whole = maybe_td_to_kjt(results.values[found.input], None)
             parts = split_output(whole, sizes, f"{name} gets")
+            made = [part.values[found.input] for part in results.parts]
             if not all(map(_are_same, made, parts)):
-                raise CompatError(f"{self._line(name)} gives {name} other parts of a batch")
-
-    def _inputs(
-        self, context: TrainPipelineContext, name: str
-    ) -> tuple[KeyedJaggedTensor, list[KeyedJaggedTensor]]:
-        """Returns a module's inputs for a batch and for its micro-batches."""
-        results, found = context.postproc_fwd_results[_KEY], self._slice(name).input
-        inputs = (maybe_td_to_kjt(each.values[found], None) for each in (results, *results.parts))
-        whole, *made = inputs
-        return whole, made
-
-    def _line(self, name: str) -> str:
-        """Returns the line of the model that calls a module."""
-        line: str = self._slice(name).call.meta["line"]
-        return line
+                raise CompatError(f"{found.call.meta['line']} gives {name} other parts of a batch")
 
     def _new_results(self) -> _SliceResults:
         return _SliceResults(self, self._model.training)
