@@ -76,6 +76,8 @@ def test_the_busiest_rank_of_few_tables() -> None:
     assert max_over_mean("table_wise", tables, 6) == pytest.approx(2.0)
     assert max_over_mean("column_wise", tables, 2) == pytest.approx(1.0)
     assert max_over_mean("row_wise", tables, 6) == 1.0
+    blocks = load("first rows", dim=48, row_wise_W=(45.0, 5.0))
+    assert max_over_mean("row_wise", [*tables, blocks], 2) == pytest.approx((75 + 135) / 150)
     # 16 columns on 3 ranks: the width divides them, and is a multiple of 4
     assert list(map(sorted, deal_out("column_wise", tables[:1], 3))) == [[0, 0, 1, 2]]
 

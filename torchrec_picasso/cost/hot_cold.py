@@ -96,7 +96,7 @@ class HotColdTotals(Summable):
             features=load.num_features,
             lookups=load.lookups,
             lookup_elements=load.lookups * load.dim,
-            pooled_elements=load.bags * load.dim,
+            pooled_elements=load.vectors * load.dim,
             unique=work.unique,
             unique_elements=work.unique * load.dim,
             cold=split.cold_used,
@@ -298,7 +298,7 @@ def hot_cold_memory_bytes(
         replica += hot * load.replica_bytes
         state_bytes = load.row_bytes * (load.optimizer_share / (1 + load.optimizer_share))
         optimizer += (at_home + hot) * state_bytes
-        vectors = matrices * work.unique + with_gradient * load.bags
+        vectors = matrices * work.unique + with_gradient * load.vectors
         buffers += load.lookups * lookup_bytes
         if form == "node_rows":
             relayed = HotColdTotals.from_table(work, hot, form)

@@ -1,11 +1,12 @@
 """Cost of TorchRec's own sharding types.
 
-TorchRec exchanges lengths and values of the KeyedJaggedTensor, then pooled rows, then their
-gradients. Table- and column-wise sharding use an all-to-all for pooled rows, row-wise sharding a
-reduce-scatter and an all-gather of partial sums, data-parallel sharding an all-reduce of the
-gradients of whole tables.
+TorchRec exchanges lengths and values of the KeyedJaggedTensor, then pooled rows or the row of each
+lookup of sequences, then their gradients. Row-wise sharding uses a reduce-scatter and an all-gather
+of partial sums for pooled rows, data-parallel sharding an all-reduce of the gradients of whole
+tables, and all else an all-to-all.
 
-Source: TorchRec ``distributed/sharding/{tw,rw,cw,dp}_sharding.py``, ``distributed/dist_data.py``.
+Source: TorchRec ``distributed/sharding/{tw,rw,cw,dp}_sharding.py``,
+``distributed/sharding/rw_sequence_sharding.py``, ``distributed/dist_data.py``.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class StockTotals(Summable):
     lookups: float = 0.0  # of the rank's batch, times the ranks that each is sent to
     lookup_elements: float = 0.0
     lengths: float = 0.0  # bag lengths of the batch, times the ranks that each is sent to
-    bag_elements: float = 0.0
+    vector_elements: float = 0.0  # of outputs that are sent as they are
+    summed_elements: float = 0.0  # of those that are sums of all ranks' parts
     rows: float = 0.0  # distinct rows over all ranks' batches that the rank updates
     row_elements: float = 0.0
     table_elements: float = 0.0
@@ -80,12 +82,15 @@ class StockTotals(Summable):
         # a data-parallel table updates the rows of its own batch on each rank
         is_own = sharding_type == "data_parallel"
         rows = work.unique if is_own else work.unique_anywhere / world_size
+        is_row_wise = sharding_type == "row_wise"
+        is_summed, elements = is_row_wise and not load.is_sequence, load.vectors * load.dim
         return StockTotals(
             features=load.num_features,
             lookups=load.lookups * copies,
             lookup_elements=load.lookups * load.dim,
-            lengths=load.bags * (world_size if sharding_type == "row_wise" else copies),
-            bag_elements=load.bags * load.dim,
+            lengths=load.bags * (world_size if is_row_wise else copies),
+            vector_elements=0.0 if is_summed else elements,
+            summed_elements=elements if is_summed else 0.0,
             rows=rows,
             row_elements=rows * load.dim,
             table_elements=load.num_embeddings * load.dim,
@@ -117,16 +122,27 @@ def cost_of_totals(
 ) -> StockCost:
     """Predicts the cost of some work, 0 without tables. ``uneven`` is the load of the busiest rank
     divided by the mean, ``busiest_bytes`` are its bytes of ids, rows and gradients where they were
-    counted, mean of sent and received ones."""
+    counted, mean of sent and received ones, of tables whose outputs travel alike."""
     if not totals.features:
         return StockCost()
-    to_others, is_row_wise = (world_size - 1) / world_size, sharding_type == "row_wise"
-    # row-wise, a partial sum of every bag of all ranks is written, with rows of it here or not
-    others_bags = world_size - 1 if is_row_wise else 0
-    output = totals.bag_elements * (uneven + others_bags)
+    to_others = (world_size - 1) / world_size
+    # a partial sum of every bag of all ranks is written, with rows of it here or not
+    output = totals.vector_elements * uneven + totals.summed_elements * world_size
+    # gloo's all-to-all carries one direction at a time, and the busiest rank sends more than the
+    # mean in forward and receives more in backward, never both
+    both_ways = (1 + uneven) / 2
+    vector_bytes = totals.vector_elements * _WIRE_BYTES * to_others
+    summed_bytes = totals.summed_elements * _WIRE_BYTES * (world_size - 1)
 
     def exchange_ms(collective: str, num_bytes: float) -> float:
         return num_modules * curves.ms(collective, num_bytes / num_modules, world_size)
+
+    def outputs_ms(purpose: str, collective_of_sums: str) -> float:
+        sent = {"all_to_all": vector_bytes * both_ways, collective_of_sums: summed_bytes}
+        found = {name: num_bytes for name, num_bytes in sent.items() if num_bytes}
+        if busiest_bytes is not None:
+            found = dict.fromkeys(found, busiest_bytes[purpose])
+        return sum(exchange_ms(*each) for each in found.items())
 
     work = LocalWork(
         calls=num_modules,
@@ -142,24 +158,19 @@ def cost_of_totals(
     if sharding_type == "data_parallel":
         return _data_parallel(totals, replace(work, updated=0.0), curves, world_size)
     ids = (totals.lookups * _ID_BYTES + totals.lengths * _LENGTH_BYTES) * to_others
-    rows = totals.bag_elements * _WIRE_BYTES * (others_bags or to_others)
-    sent = {"ids": ids, "rows": rows, "gradients": rows}
-    # gloo's all-to-all carries one direction at a time, and the busiest rank sends more than the
-    # mean in forward and receives more in backward, never both
-    both_ways = (1 + uneven) / 2
-    busiest = busiest_bytes or {name: num_bytes * both_ways for name, num_bytes in sent.items()}
-    forward, backward = ("reduce_scatter", "all_gather") if is_row_wise else ("all_to_all",) * 2
+    busiest_ids = ids * both_ways if busiest_bytes is None else busiest_bytes["ids"]
     # an all-to-all of splits, then one of lengths and one of values
-    ids_wire_ms = exchange_ms("all_to_all", 0) + 2 * exchange_ms("all_to_all", busiest["ids"] / 2)
+    ids_wire_ms = exchange_ms("all_to_all", 0) + 2 * exchange_ms("all_to_all", busiest_ids / 2)
+    rows = vector_bytes + summed_bytes
     costs = curves.local.stock
     return StockCost(
         ids_ms=costs.input_dist.ms(work),
         ids_wire_ms=ids_wire_ms,
         forward_ms=costs.forward.ms(work),
-        forward_wire_ms=exchange_ms(forward, busiest["rows"]),
+        forward_wire_ms=outputs_ms("rows", "reduce_scatter"),
         backward_ms=costs.backward.ms(work),
-        backward_wire_ms=exchange_ms(backward, busiest["gradients"]),
-        sent_bytes=sent,
+        backward_wire_ms=outputs_ms("gradients", "all_gather"),
+        sent_bytes={"ids": ids, "rows": rows, "gradients": rows},
     )
 
 
@@ -214,13 +225,19 @@ def _data_parallel(
 
 
 def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: int) -> float:
-    """Computes the load of the busiest rank divided by the mean, if the largest whole tables or
-    columns are placed first."""
+    """Computes the load of the busiest rank divided by the mean: of lookups in equal blocks of
+    rows; or of outputs, if the largest whole tables or columns are placed first."""
+    if sharding_type == "row_wise":
+        lookups_TW = [load.row_wise_W or [load.lookups / world_size] * world_size for load in loads]
+        return over_mean(
+            sum(lookups * load.dim for lookups, load in zip(lookups_T, loads))
+            for lookups_T in zip(*lookups_TW)
+        )
     rank_loads = [0.0] * world_size
     if sharding_type in ("table_wise", "column_wise"):
         for load, ranks in zip(loads, deal_out(sharding_type, loads, world_size)):
             for rank in ranks:
-                rank_loads[rank] += load.bags * load.dim / len(ranks)
+                rank_loads[rank] += load.vectors * load.dim / len(ranks)
     return over_mean(rank_loads)
 
 
@@ -230,7 +247,7 @@ def deal_out(sharding_type: str, loads: Sequence[TableLoad], world_size: int) ->
     parts = [
         _column_shards(load, world_size) if sharding_type == "column_wise" else 1 for load in loads
     ]
-    shards = [(load.bags * load.dim / num, t) for t, (load, num) in enumerate(zip(loads, parts))]
+    shards = [(load.vectors * load.dim / num, t) for t, (load, num) in enumerate(zip(loads, parts))]
     filled = [(0.0, rank) for rank in range(world_size)]  # a heap: the smallest load is the first
     ranks: list[list[int]] = [[] for _ in loads]
     for weight, t in sorted(shards, reverse=True):

@@ -5,7 +5,7 @@ each number of hot rows is then an interpolation. Hot rows are evaluated on the 
 were selected from, so with many hot rows the number of cold rows is a few percent too low.
 
 Shape letters: K distinct counts, descending: the most frequent rows come first; Q summed
-quantities.
+quantities; W ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,11 @@ class TableLoad:
     lookups: float
     """Lookups per rank and step: samples x pooling factor, over all features."""
     bags: float
-    """Bags per rank and step: samples x features; for sequences, the number of lookups."""
+    """Bags, or sequences, per rank and step: samples x features."""
+    is_sequence: bool = False
+    """Whether the output has a vector of each lookup, not one of each bag."""
+    row_wise_W: tuple[float, ...] = ()
+    """Those of the lookups that equal blocks of rows put on each rank; empty = even."""
     num_features: int = 1
     module: str = ""
     """Path of the table's module; its tables share an exchange."""
@@ -67,6 +71,11 @@ class TableLoad:
     element_bytes: int = 4
     optimizer_share: float = 0.0
     """Bytes of optimizer state divided by bytes of weights."""
+
+    @property
+    def vectors(self) -> float:
+        """Vectors of the output per rank and step."""
+        return self.lookups if self.is_sequence else self.bags
 
     @property
     def row_bytes(self) -> float:

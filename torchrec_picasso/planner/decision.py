@@ -10,7 +10,7 @@ Shape letters: U counted rows, H hot rows, W ranks.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,9 +38,6 @@ class Decision(Choice):
     """Home blocks of the row-exchanged tables; ``None`` = no statistics or no such tables."""
     block_rows: Mapping[int, tuple[int, ...]]
     """Number of home rows on each rank, by position of each table in ``homes``."""
-    row_wise_TW: tuple[tuple[float, ...], ...]
-    """Elements that stock row-wise sharding looks up for one rank's batch, by table and home rank;
-    empty without statistics."""
     curves: CommCurves
     world_size: int
     batch_size: int  # samples per rank and step
@@ -69,6 +66,8 @@ def decide(
     if stats is not None:
         for table in tables:  # one by one: names may repeat
             stats.check_model({table.load.name: table.load.num_embeddings})
+        loads = [_with_row_wise(table.load, stats, world_size) for table in tables]
+        tables = [replace(table, load=load) for table, load in zip(tables, loads)]
     dense = (dense or curves.dense or DenseTimes()).at(batch_size)
     pricer = StepPricer(curves, world_size, dense, pieces_for(batch_size))
     if hot_rows is None:
@@ -85,18 +84,16 @@ def decide(
         given = {i: hot_sets[name].numel() for i, name in names if name in hot_sets}
         choice = choose(tables, pricer, given_hot=given)
     in_rows = [i for i, form in enumerate(choice.forms) if form not in (None, "bags")]
-    homes, row_wise_loads = None, []
+    homes = None
     if stats is not None:
         works = [choice.works[i] for i in in_rows]
         homes = _homes(works, hot_sets, stats, world_size, replica_budget_bytes)
-        row_wise_loads = [_row_wise_loads(table.load, stats, world_size) for table in tables]
     return Decision(
         **vars(choice),
         tables=tuple(tables),
         placements=_placements(tables, choice, hot_sets, num_waves),
         homes=homes,
         block_rows=dict(zip(in_rows, homes.block_rows_TW)) if homes is not None else {},
-        row_wise_TW=tuple(row_wise_loads),
         curves=curves,
         world_size=world_size,
         batch_size=batch_size,
@@ -226,8 +223,8 @@ def _row_loads(work: TableWork, hot_sets: Mapping[str, Tensor], stats: Frequency
     )
 
 
-def _row_wise_loads(load: TableLoad, stats: FrequencyStats, world_size: int) -> tuple[float, ...]:
-    """Computes the elements that each rank looks up for one rank's batch with equal blocks."""
+def _with_row_wise(load: TableLoad, stats: FrequencyStats, world_size: int) -> TableLoad:
+    """Adds the lookups that stock row-wise sharding puts on each rank."""
     counts = stats.tables[load.name]
     ends_W = np.cumsum(even_blocks(load.num_embeddings, world_size))
     home_U = np.searchsorted(ends_W, counts.rows_U.numpy(), side="right")
@@ -235,4 +232,4 @@ def _row_wise_loads(load: TableLoad, stats: FrequencyStats, world_size: int) -> 
     # lookups of rows without a count, and of a table without any, count as even
     total = max(counts.num_lookups, 1)
     lookups_W = seen_W + (total - seen_W.sum()) / world_size
-    return tuple((lookups_W / total * load.lookups * load.dim).tolist())
+    return replace(load, row_wise_W=tuple((lookups_W / total * load.lookups).tolist()))

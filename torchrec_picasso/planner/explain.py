@@ -111,10 +111,11 @@ def _busiest_over_mean(
     decision: Decision, ranks: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
     found = {name: over_mean([rank[name] for rank in ranks]) for name in ranks[0]}
-    if decision.row_wise_TW:
-        found["row_wise"] = over_mean([sum(loads_T) for loads_T in zip(*decision.row_wise_TW)])
     loads = [work.load for work in decision.works]
-    return found | {"table_wise": max_over_mean("table_wise", loads, decision.world_size)}
+    kinds = (
+        ("row_wise", "table_wise") if any(load.row_wise_W for load in loads) else ("table_wise",)
+    )
+    return found | {kind: max_over_mean(kind, loads, decision.world_size) for kind in kinds}
 
 
 def why_nothing_is_hot_cold(decision: Decision) -> str | None:
@@ -144,7 +145,7 @@ def _line(decision: Decision, index: int) -> dict[str, Any]:
         "lookups": load.lookups,
         "unique_rows": work.unique,
         "cold_rows": split.cold_used,
-        "row_wise_load": over_mean(decision.row_wise_TW[index]) if decision.row_wise_TW else None,
+        "row_wise_load": over_mean(load.row_wise_W) if load.row_wise_W else None,
         "home_bytes": memory["home"],
         "replica_bytes": memory["replica"],
         "why": _why(decision, index),

@@ -109,15 +109,14 @@ def _load(
         spectrum = stats.table(config.name).spectrum
         if stats.num_samples:
             lookups_per_sample = spectrum.num_lookups / stats.num_samples
-    # stock sequence sharding returns one row per lookup, like a bag of one lookup
-    is_pooled = isinstance(config, EmbeddingBagConfig)
     return TableLoad(
         module=options[0].path,
         name=config.name,
         num_embeddings=config.num_embeddings,
         dim=config.embedding_dim,
         lookups=batch_size * lookups_per_sample,
-        bags=batch_size * (num_features if is_pooled else lookups_per_sample),
+        bags=batch_size * num_features,
+        is_sequence=not isinstance(config, EmbeddingBagConfig),
         num_features=num_features,
         spectrum=spectrum,
         element_bytes=first.tensor.element_size(),

@@ -33,13 +33,13 @@ def _stream() -> Stream:
             num_embeddings=ROWS[t],
             dim=DIMS[t],
             lookups=BATCH * LOOKUPS[t],
-            bags=BATCH * (LOOKUPS[t] if t == 2 else 1),
+            bags=BATCH,
+            is_sequence=t == 2,
         )
         for t in range(3)
     ]
-    is_sequence = np.array([False, False, True])
     hot = [np.arange(num) for num in HOT]
-    return Stream(loads=loads, is_sequence_T=is_sequence, batch_size=BATCH, read=_read, hot_T=hot)
+    return Stream(loads=loads, batch_size=BATCH, read=_read, hot_T=hot)
 
 
 def _cold(rank: int, step: int) -> set[tuple[int, int]]:

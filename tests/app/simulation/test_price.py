@@ -19,11 +19,10 @@ from torchrec_picasso.planner.home_blocks import even_blocks
 BATCH, LINK = 2000, CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.5)
 
 
-def _cluster(num_hosts: int, num_places: int) -> tuple[Stream, Cluster]:
-    loads = [
-        TableLoad(name=f"t{rows}", num_embeddings=rows, dim=16, lookups=BATCH, bags=BATCH)
-        for rows in (8000, 20_000)
-    ]
+def _cluster(num_hosts: int, num_places: int, bags: int = BATCH) -> tuple[Stream, Cluster]:
+    """``bags``: of a batch; if there are fewer than lookups, they are sequences."""
+    own = {"dim": 16, "lookups": BATCH, "bags": bags, "is_sequence": bags < BATCH}
+    loads = [TableLoad(name=f"t{rows}", num_embeddings=rows, **own) for rows in (8000, 20_000)]
 
     def read(rank: int, step: int) -> list[tuple[np.ndarray, np.ndarray]]:
         rng = np.random.default_rng([rank, step])
@@ -32,7 +31,6 @@ def _cluster(num_hosts: int, num_places: int) -> tuple[Stream, Cluster]:
 
     stream = Stream(
         loads=loads,
-        is_sequence_T=np.zeros(2, dtype=bool),
         batch_size=BATCH,
         read=lambda rank, step: iter(read(rank, step)),
         hot_T=[np.arange(0), np.arange(0)],
@@ -69,9 +67,9 @@ def test_ranks_of_a_host_share_its_link() -> None:
     assert curves_of(part_of_a_host, _cluster(1, 2)[1]).ms("row_exchange", 1e6) > 0
 
 
-@pytest.mark.parametrize("num_places", [1, 2])
-def test_uniform_ids_have_the_planners_price(num_places: int) -> None:
-    stream, cluster = _cluster(4, num_places)
+@pytest.mark.parametrize(("num_places", "bags"), [(1, BATCH), (2, BATCH), (2, BATCH // 10)])
+def test_uniform_ids_have_the_planners_price(num_places: int, bags: int) -> None:
+    stream, cluster = _cluster(4, num_places, bags)
     size, forms = cluster.world_size, list(cluster.wires)
     dense, first_used = DenseTimes.from_total(30.0, 1e6), count_step(stream, [cluster]).tolist()
     pricing = Pricing(

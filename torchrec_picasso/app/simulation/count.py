@@ -41,7 +41,6 @@ class Stream:
 
     loads: Sequence[TableLoad]
     """Tables with the lookups of the first rank's batch."""
-    is_sequence_T: NDArray[np.bool_]
     batch_size: int
     read: ReadBatch
     hot_T: Sequence[Ids]
@@ -96,10 +95,11 @@ class Cluster:
         self._equal = Blocks(
             [even_blocks(load.num_embeddings, self.world_size) for load in stream.loads]
         )
+        is_sequence_T = np.array([load.is_sequence for load in stream.loads])
         self.stock = [
-            (tables_n, self._traffic(stream, tables_n, is_sequence))
-            for is_sequence in (False, True)
-            if (tables_n := np.flatnonzero(stream.is_sequence_T == is_sequence)).size
+            (tables_n, self._traffic(stream, tables_n))
+            for tables_n in (np.flatnonzero(~is_sequence_T), np.flatnonzero(is_sequence_T))
+            if tables_n.size
         ]
         """Tables of bags, then of sequences, with their traffic by stock sharding type."""
         self.sums_T = {name: np.zeros(len(stream.loads)) for name in COUNTED}
@@ -115,12 +115,9 @@ class Cluster:
             return self.num_places - 1 + self.num_hosts - 1
         return self.world_size - 1
 
-    def _traffic(self, stream: Stream, tables_n: Ids, is_sequence: bool) -> dict[str, StockTraffic]:
+    def _traffic(self, stream: Stream, tables_n: Ids) -> dict[str, StockTraffic]:
         loads, hosts = [stream.loads[t] for t in tables_n], (self.num_hosts, self.num_places)
-        return {
-            name: StockTraffic(name, loads, stream.batch_size, is_sequence, Wire(*hosts))
-            for name in STOCK_TYPES
-        }
+        return {name: StockTraffic(name, loads, Wire(*hosts)) for name in STOCK_TYPES}
 
     def add(
         self,

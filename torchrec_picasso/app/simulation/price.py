@@ -124,12 +124,10 @@ class Pricing:
         curves = curves_of(self.curves, cluster)
         for tables_n, traffic_of in cluster.stock:
             traffic = traffic_of[name]
-            # a vector of each lookup travels as whole tables' bags do, not as sums of all ranks
-            is_summed = name == "row_wise" and not traffic.is_sequence
             num_modules = len({load.module for load in traffic.loads})
             cost = cost.plus(
                 cost_of_totals(
-                    name if is_summed else "table_wise",
+                    name,
                     self._stock_totals(cluster, tables_n, traffic),
                     over_mean(traffic.served_W.tolist()),
                     curves,
@@ -153,7 +151,7 @@ class Pricing:
             features=sum(load.num_features for load in loads),
             lookups=sums["lookups"] / size,
             lookup_elements=elements["lookups"] / size,
-            pooled_elements=sum(load.bags * load.dim for load in loads),
+            pooled_elements=sum(load.vectors * load.dim for load in loads),
             unique=sums["unique"] / size,
             unique_elements=elements["unique"] / size,
             cold=sums["cold"] / size,
@@ -176,13 +174,15 @@ class Pricing:
         lookups_T = cluster.sums_T["lookups"][tables_n] / size
         rows_T = (cluster.sums_T["new_hot"] + cluster.sums_T["new_cold"])[tables_n] / size
         bags_T = np.array([load.bags for load in loads])
+        elements = float((lookups_T if traffic.is_sequence else bags_T) @ dims_T)
         copies_T = np.ones_like(parts_T) if traffic.in_blocks else parts_T
         return StockTotals(
             features=sum(load.num_features for load in loads),
             lookups=float(lookups_T @ copies_T),
             lookup_elements=float(lookups_T @ dims_T),
             lengths=float(bags_T @ parts_T),
-            bag_elements=float(bags_T @ dims_T),
+            vector_elements=0.0 if traffic.is_summed else elements,
+            summed_elements=elements if traffic.is_summed else 0.0,
             rows=float(rows_T.sum()),
             row_elements=float(rows_T @ dims_T),
         )

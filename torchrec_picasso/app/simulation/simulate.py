@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -121,25 +120,24 @@ def _stream(question: Question, model: nn.Module, source: BatchSource) -> Stream
     else:
         stats.check_model({config.name: config.num_embeddings for _, config in configs})
         read = from_counts(stats, tables, batch_size, question.config.seed)
-    is_bag_T = np.array([isinstance(config, EmbeddingBagConfig) for _, config in configs])
     loads = [
         TableLoad(
             name=config.name,
             num_embeddings=config.num_embeddings,
             dim=config.embedding_dim,
             lookups=ids_N.size,
-            bags=batch_size * len(config.feature_names) if is_bag else ids_N.size,
+            bags=batch_size * len(config.feature_names),
+            is_sequence=not isinstance(config, EmbeddingBagConfig),
             num_features=len(config.feature_names),
             module=path,
             spectrum=None if stats is None else stats.tables[config.name].spectrum,
         )
-        for (path, config), is_bag, (ids_N, _) in zip(configs, is_bag_T, read(0, 0))
+        for (path, config), (ids_N, _) in zip(configs, read(0, 0))
     ]
     num_rows = {load.name: load.num_embeddings for load in loads}
     hot = select_hot_rows(num_rows, question.hot_rows, stats)
     return Stream(
         loads=loads,
-        is_sequence_T=~is_bag_T,
         batch_size=batch_size,
         read=read,
         hot_T=[hot[load.name].numpy() for load in loads],

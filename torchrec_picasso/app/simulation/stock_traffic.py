@@ -25,22 +25,16 @@ class StockTraffic:
     Args:
         sharding_type: One of :data:`STOCK_TYPES`.
         loads: The tables; whole tables and columns are dealt out by their loads.
-        batch_size: Samples of a rank's batch.
-        is_sequence: Whether a vector is sent for each lookup, instead of each bag.
         wire: Hosts and ranks, without traffic.
     """
 
-    def __init__(
-        self,
-        sharding_type: str,
-        loads: Sequence[TableLoad],
-        batch_size: int,
-        is_sequence: bool,
-        wire: Wire,
-    ) -> None:
-        self.loads, self.is_sequence, self.wire = loads, is_sequence, wire
+    def __init__(self, sharding_type: str, loads: Sequence[TableLoad], wire: Wire) -> None:
+        self.loads, self.wire = loads, wire
+        self.is_sequence = loads[0].is_sequence
         self.in_blocks = sharding_type == "row_wise"
         """Whether a lookup is sent to the home rank of its row, of equal blocks."""
+        self.is_summed = self.in_blocks and not self.is_sequence
+        """Whether partial sums of bags are sent."""
         self.parts_TW = np.ones((len(loads), wire.world_size), dtype=np.int64)
         """Ranks that the lengths of a table are sent to; of columns, their parts on each rank."""
         width_T = np.array([load.dim for load in loads])
@@ -52,10 +46,10 @@ class StockTraffic:
                 np.add.at(parts_W, ranks, 1)
             width_T //= self.parts_TW.sum(1)
         self._width_T = width_T
-        self._lengths_T = np.array([load.num_features for load in loads]) * batch_size
+        self._lengths_T = np.array([round(load.bags) for load in loads])
         self.served_W = np.zeros(wire.world_size)
         """Elements that each rank looks up."""
-        if self.in_blocks and not is_sequence:
+        if self.is_summed:
             # a reduce-scatter of a partial sum of each bag of all ranks, then an all-gather
             # in a ring, which crosses the link of each host once
             num_bytes = (wire.world_size - 1) * int(self._lengths_T @ width_T) * _WIRE_BYTES
@@ -70,7 +64,7 @@ class StockTraffic:
         self.served_W += self._width_T @ served_TW
         lengths_W = self._lengths_T @ self.parts_TW
         self.wire.send("ids", rank, served_TW.sum(0) * _ID_BYTES + lengths_W * _LENGTH_BYTES)
-        if self.in_blocks and not self.is_sequence:
+        if self.is_summed:
             return  # sums of bags, which are there already
         vectors_W = (
             self._width_T @ served_TW
