@@ -232,7 +232,8 @@ class CutEvidence:
                     run = self._run(inflight, full_outputs, cut, still)
             except Exception as error:  # any error of a user's model
                 # the message quotes sizes, since a torn batch has other sizes than the step's
-                return f"{type(error).__name__} {way}, of {cut.sizes_K} samples: {error}. {_ADVICE}"
+                raised = f"{type(error).__name__} {way}, of {cut.sizes_K} samples: {error}"
+                return f"{raised.rstrip('.')}. {_ADVICE}"
             if still.drawn:
                 return (
                     f"the model is random by itself or communicates ({', '.join(still.drawn)}), so "
