@@ -48,6 +48,7 @@ def _watched(rank: int, world_size: int, setting: tuple[int, bool]) -> dict[str,
         metered.append(meter.count.sent_bytes)
     return {
         "frame": reports.to_frame(),
+        "by_rank": reports.by_rank(),
         "metered": metered,
         "hot_and_cold": [_hot_and_cold(batch) for batch in batches],
     }
@@ -124,6 +125,11 @@ def test_home_ranks_serve_all_rows_that_are_asked_for(setting: tuple[int, bool])
     served = [found["frame"]["served_rows"].tolist() for found in ranks]
     assert list(map(sum, zip(*served))) == list(map(sum, zip(*asked)))
     assert all(min(rows) > 0 for rows in served)
+    for found in ranks:
+        means = found["by_rank"]["served_rows"].tolist()
+        assert means == pytest.approx([sum(rows) / len(rows) for rows in served])
+        peaks = [other["frame"]["peak_bytes"].iloc[-1] for other in ranks]
+        assert found["by_rank"]["peak_bytes"].tolist() == peaks
 
 
 def test_steps_without_hot_cold_tables_are_reported() -> None:

@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from torchrec_picasso.exchange.waiting import WireTally, tallied
 from torchrec_picasso.rows.refresher import Refreshed
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _KIB = 1024  # unit of ru_maxrss on Linux
+_OVER_STEPS = {
+    "served_rows": "mean",
+    "sent_bytes": "mean",
+    "exposed_s": "mean",
+    "peak_bytes": "max",
+}
+"""Figures that ranks are compared by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +103,17 @@ class StepReports:
             line["num_moved"] = 0 if refreshed is None else refreshed.num_moved
             line["moved_bytes"] = 0 if refreshed is None else refreshed.moved_bytes
             lines.append(line)
+        return pd.DataFrame(lines)
+
+    def by_rank(self, pg: dist.ProcessGroup | None = None) -> pd.DataFrame:
+        """Gathers the ranks' means of ``served_rows``, ``sent_bytes`` and ``exposed_s`` over steps,
+        and their largest ``peak_bytes``, one line per rank. Collective over ``pg``, ``None`` = all
+        ranks; ``frame.max() / frame.mean()`` is the busiest rank over the mean."""
+        import pandas as pd
+
+        own = pd.DataFrame(map(vars, self.reports), columns=[*_OVER_STEPS]).agg(_OVER_STEPS)
+        lines: list[dict[str, float]] = [{}] * dist.get_world_size(pg)
+        dist.all_gather_object(lines, own.to_dict(), group=pg)
         return pd.DataFrame(lines)
 
 
