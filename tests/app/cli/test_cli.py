@@ -213,11 +213,14 @@ def test_train_bad_input(tmp_path: Path, capsys: Capture, monkeypatch: pytest.Mo
 
 
 TINY = ["--steps", "10", "--batch-size", "32", "--dim", "8"]
+ALL_STOCK = "wide_deep"
+"""The model that the planner places, stock as it would all; the others have hot rows."""
 
 
 def tiny_spec(model: str) -> CompareSpec:
     """What ``demo --model`` runs, on few clicks of a history and against one stock plan."""
-    spec = demo_spec(make_parser("0").parse_args(["demo", "--model", model, *TINY]))
+    options = TINY if model == ALL_STOCK else [*TINY, "--hot-rows", "50"]
+    spec = demo_spec(make_parser("0").parse_args(["demo", "--model", model, *options]))
     data = dataclasses.replace(spec.config.data, max_history=4, row_scale=0.0005)
     config = dataclasses.replace(spec.config, data=data)
     return dataclasses.replace(spec, config=config, stock=("table_wise",))
@@ -237,7 +240,10 @@ def test_every_model_is_compared(capsys: Capture) -> None:
     for model, spec in specs.items():
         comparison = Comparison(spec=spec, **results[model])
         print_comparison(comparison)
-        assert model.upper() in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert model.upper() in out
+        assert ("stock tables on both sides" in out) == (model == ALL_STOCK), model
+        assert (comparison.ours.hot_cold_tables == 0) == (model == ALL_STOCK), model
         assert len(comparison.stock.losses) == len(comparison.ours.losses) == 10
         assert comparison.max_relative_loss_difference < 1e-4, model  # sums in another order
 

@@ -2,6 +2,7 @@
 file that planning reads; ``doctor``: five lines within 20 s. What cannot be used is one clear line.
 """
 
+import dataclasses
 import importlib.util
 import re
 import time
@@ -162,9 +163,17 @@ LINES = (
 def test_it_prints_versions_machine_link_and_plan(capsys: Capture) -> None:
     start_s = time.perf_counter()
     lines = output_of(["doctor"], capsys).splitlines()
+    lines = [line for line in lines if not line.startswith("warning: other programs used the ")]
     assert time.perf_counter() - start_s < 20
     for line, expected in zip(lines, LINES, strict=True):
         assert re.fullmatch(expected, line), line
+
+
+def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    curves = CommCurves.assumed(2, gbytes_per_s=1.0, latency_ms=0.1)
+    busy = [dataclasses.replace(curves, measured_on={"busy": "others"})]
+    monkeypatch.setattr("torchrec_picasso.app.launch.run_ranks.run_ranks", lambda *_, **__: busy)
+    assert "\nwarning: others\n" in output_of(["doctor"], capsys)
 
 
 def without(*names: str) -> Callable[..., Any]:

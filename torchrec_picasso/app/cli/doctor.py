@@ -85,6 +85,8 @@ def _measure_and_plan(ranks: int) -> None:
         f"link: all-to-all {speed}, {link.latency_ms:.2f} ms latency between "
         f"{ranks} ranks of this machine ({curves.backend})"
     )
+    if "busy" in curves.measured_on:
+        print(f"warning: {curves.measured_on['busy']}")
     config = demo_spec(make_parser("").parse_args(["demo"])).config
     planner = hot_cold_planner(
         Topology(world_size=ranks, compute_device="cpu"),

@@ -80,6 +80,8 @@ def print_comparison(comparison: Comparison) -> None:
                 "(column_wise keeps a row-wise Adagrad state per column shard, another optimizer)"
             )
     print(f"pipelines: stock sparse_dist; hot_cold {comparison.pipeline}")
+    if not ours.hot_cold_tables:
+        print("the planner chose stock tables on both sides; --hot-rows 0 makes all hot/cold")
     rows = [
         ("", f"stock {stock.placement}", "hot_cold", ""),
         ("loss, last step", f"{stock.losses[-1]:.7f}", f"{ours.losses[-1]:.7f}", ""),

@@ -74,6 +74,7 @@ class SideResult:
 
     Args:
         placement: Name of the placement.
+        hot_cold_tables: Number of hot/cold tables.
         losses: Losses of the global batches.
         sent_bytes_per_step: Bytes sent per rank and step, mean over ranks.
         sent_bytes_by_kind: The same by kind of collective.
@@ -85,6 +86,7 @@ class SideResult:
     """
 
     placement: str
+    hot_cold_tables: int
     losses: list[float]
     sent_bytes_per_step: float
     sent_bytes_by_kind: Mapping[str, float]
@@ -280,6 +282,7 @@ class _Side:
             loopback_bytes = statistics.median(self._loopback_bytes) / _BLOCK_STEPS / world_size
         return SideResult(
             placement=self.name,
+            hot_cold_tables=len(self._trainer.placement.hot_rows),
             losses=self._trainer.mean_over_ranks(torch.cat(self._losses)),
             sent_bytes_per_step=sum(bytes_by_kind.values()),
             sent_bytes_by_kind=bytes_by_kind,
