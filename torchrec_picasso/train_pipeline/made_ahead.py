@@ -376,7 +376,8 @@ class _SliceResults(TorchFunctionMode):
         # A written argument has another version now.
         self._has_written |= call != described((func, args, kwargs))
         leaves = tree_leaves(result)
-        is_inside = not any(id(leaf) in self.outside for leaf in tree_leaves((args, kwargs)))
+        given = tree_leaves((args, kwargs)) if self.outside else ()  # takes longer than all else
+        is_inside = not any(id(leaf) in self.outside for leaf in given)
         if is_inside and all(isinstance(leaf, Tensor | int | float) for leaf in leaves):
             is_floating = any(isinstance(x, Tensor) and x.is_floating_point() for x in leaves)
             own = list(result) if type(result) is list else result  # the model may change its list
