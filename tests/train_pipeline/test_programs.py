@@ -365,6 +365,7 @@ PROGRAMS = {
     "frozen": Program(
         model=_Frozen, told=["still: interleaved", "off: interleaved"], numbers=(1, 3, None)
     ),
+    "frozen stock tables": Program(model=_Frozen, stock=["t_f", "t_g"], numbers=(1, 3, None)),
     "changed": Program(
         model=_Changed,
         told=[

@@ -106,6 +106,11 @@ class FullBatchOutput:
         return values.detach()
 
 
+def without_graph(output: Any, name: str) -> Any:
+    """Returns the output of module ``name`` without its graph. Collective if it is awaited."""
+    return _mapped(output, Tensor.detach, name)
+
+
 def _mapped(value: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
     """Applies a function to every tensor in the output of module ``name``, in a fixed order.
     Awaitables are awaited, in containers too; TorchRec's allow one wait."""

@@ -241,14 +241,17 @@ class MadeAhead:
         if not results.to_check:  # the rest of the forward has no use for results
             results.stop_replay()
         found = self._slice(name)
-        ahead = results.values[found.input]
-        is_written = described(arguments_of(ahead)) != results.unwritten[name]
-        if is_written or not _are_same(given, ahead):
+        ahead, line = results.values[found.input], found.call.meta["line"]
+        if described(arguments_of(ahead)) != results.unwritten[name]:
             raise CompatError(
-                f"{found.call.meta['line']} gives {name} another input than ahead of the model: "
-                "the model's forward reads state that has changed, such as an attribute, a buffer "
-                "or autocast. Call detach() and reset() after such a change, or read it off the "
-                "batch"
+                f"{line} gives {name} what was made ahead of the model, and a layer has written "
+                "into it, or into the result of an equal call; write into a clone"
+            )
+        if not _are_same(given, ahead):
+            raise CompatError(
+                f"{line} gives {name} another input than ahead of the model: the model's forward "
+                "reads state that has changed, such as an attribute, a buffer or autocast. Call "
+                "detach() and reset() after such a change, or read it off the batch"
             )
 
 
@@ -373,7 +376,8 @@ class _SliceResults(TorchFunctionMode):
         # A written argument has another version now.
         self._has_written |= call != described((func, args, kwargs))
         leaves = tree_leaves(result)
-        is_inside = not any(id(leaf) in self.outside for leaf in tree_leaves((args, kwargs)))
+        given = tree_leaves((args, kwargs)) if self.outside else ()  # takes longer than all else
+        is_inside = not any(id(leaf) in self.outside for leaf in given)
         if is_inside and all(isinstance(leaf, Tensor | int | float) for leaf in leaves):
             is_floating = any(isinstance(x, Tensor) and x.is_floating_point() for x in leaves)
             own = list(result) if type(result) is list else result  # the model may change its list

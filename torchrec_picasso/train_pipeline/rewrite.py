@@ -39,6 +39,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_picasso._torchrec import PipelinedForward, Tracer, rewrite_model
 from torchrec_picasso.errors import CompatError
+from torchrec_picasso.train_pipeline.full_batch_output import without_graph
 
 
 class InterleavedForward(PipelinedForward):
@@ -69,9 +70,13 @@ class InterleavedForward(PipelinedForward):
         self._next = compute
 
     def set_output(self, output: Any) -> None:
-        """Makes the next call return this output."""
-        is_lazy = isinstance(output, LazyAwaitable)
-        self._next = lambda: output if is_lazy else LazyNoWait(output)
+        """Makes the next call return this output; without its graph if gradients are off there."""
+
+        def compute() -> Any:
+            given = output if torch.is_grad_enabled() else without_graph(output, self._name)
+            return given if isinstance(given, LazyAwaitable) else LazyNoWait(given)
+
+        self._next = compute
 
     def whole_batch(self) -> Any:
         """Returns the output of TorchRec's pipelined forward."""
