@@ -1,8 +1,9 @@
-"""The planner's own choice and its explanation, end to end without a process group: the plan says
-what it was priced for, takes the dense part into account, and may send bags."""
+"""The planner's own choice and its explanation, end to end without a process group but for one
+test: the plan says what it was priced for, takes the dense part into account, and may send bags."""
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -17,12 +18,14 @@ from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from tests.planner.samples import DIM, META, ROWS, AbleSharder, Model, stats, topology
+from tests.support.hosts import pretend_hosts
 from tests.support.placing import wire_codecs
 from tests.support.tables import bags_of, stats_of, tables_of
 from torchrec_picasso import (
     HotColdEmbeddingCollectionSharder,
     HotColdFeatureProcessedEmbeddingBagCollectionSharder,
 )
+from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost import CommCurves, LocalCosts
 from torchrec_picasso.cost.curves import COLLECTIVES, Curve
 from torchrec_picasso.cost.local import DenseTimes, PhaseCost, SideCosts
@@ -369,8 +372,11 @@ def _placed_on_hosts(
 ) -> tuple[HotColdPlanner, set[str]]:
     of = of or Topology(4, "cpu", local_world_size=2)
     planner = hot_cold_planner(of, batch_size=BATCH, **{"curves": ON_HOSTS, **arguments})
-    placed = planner.plan(Model(), [sharder or AbleSharder()]).plan["pooled"]
-    return planner, {table.cache_params.form for table in placed.values()}  # type: ignore[attr-defined]
+    return planner, _forms(planner.plan(Model(), [sharder or AbleSharder()]))
+
+
+def _forms(plan: ShardingPlan) -> set[str]:
+    return {table.cache_params.form for table in plan.plan["pooled"].values()}  # type: ignore[attr-defined]
 
 
 def test_rows_go_by_host_where_the_curves_are_of_hosts() -> None:
@@ -418,6 +424,23 @@ def test_rows_go_directly_where_the_launcher_has_other_hosts(
     for num_places, form in ((4, "rows"), (2, "node_rows")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_places))
         assert _placed_on_hosts(of=Topology(4, "cpu"))[1] == {form}
+
+
+def _placed_in_a_launch(rank: int, world_size: int) -> list[set[str]]:
+    """Of a launch that tells all ranks their hosts, and of one that tells all but the last rank."""
+    found = []
+    for not_told in (None, world_size - 1):
+        pretend_hosts(rank, 2)
+        if rank == not_told:
+            del os.environ["LOCAL_WORLD_SIZE"]
+        planner = hot_cold_planner(Topology(world_size, "cpu"), batch_size=BATCH, curves=ON_HOSTS)
+        found.append(_forms(planner.collective_plan(Model(), [AbleSharder()])))
+    return found
+
+
+def test_rows_go_directly_where_a_rank_cannot_exchange_by_host() -> None:
+    """Unasked; the sharder refuses rows by host on such ranks."""
+    assert run_ranks(_placed_in_a_launch, 4, timeout_s=60) == [[{"node_rows"}, {"rows"}]] * 4
 
 
 BY_HOST = ParameterConstraints(cache_params=HotColdParams(hot_rows=[2], form="node_rows"))

@@ -266,12 +266,17 @@ def connect_hosts(pg: dist.ProcessGroup, device: torch.device | None) -> None:
             f"form='node_rows' was given for tables on {device}; it is built and tested for the "
             f"CPU with gloo: {_USE_ROWS}"
         )
-    names = "LOCAL_WORLD_SIZE", "LOCAL_RANK"
-    own = [int(value) if (value := os.environ.get(name, "")).isdigit() else -1 for name in names]
-    by_rank = Agreement(pg, device, own).wait()
+    by_rank = Agreement(pg, device, launched_place()).wait()
     if (reason := why_no_hosts(by_rank)) is not None:
         raise CompatError(f"form='node_rows' was given, but {reason}: {_USE_ROWS}")
     _parts[pg] = _Parts(pg, by_rank[0][0])
+
+
+def launched_place() -> list[int]:
+    """Returns what the launcher says of this rank: ranks of its host, number on it; -1 = nothing
+    said."""
+    values = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    return [int(value) if value.isdecimal() else -1 for value in values]
 
 
 def why_no_hosts(by_rank: Sequence[Sequence[int]]) -> str | None:

@@ -78,8 +78,12 @@ class Peers:
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
         found = [f"rank {self._rank} waited in vain in {doing} ({reason})"]
         found += [f"rank {rank} waited in {text}" for rank, (text, _) in sorted(entries.items())]
-        found += [f"rank {rank} said nothing: it hangs or was ended" for rank in silent]
-        if not silent:
+        if len(silent) > 1:  # by host, a rank may wait for one whose own exchange broke
+            ranks = ", ".join(map(str, silent))
+            found.append(f"ranks {ranks} said nothing: at least one of them hangs or was ended")
+        elif silent:
+            found.append(f"rank {silent[0]} said nothing: it hangs or was ended")
+        else:
             found.append("a link between them is down, or they are not in the same step")
         return "; ".join(found)
 

@@ -64,6 +64,9 @@ class HotColdEnumerator(EmbeddingEnumerator):
         """Whether a table has only the option of the decided plan, not all options."""
         self.has_spare_memory = True
         """Whether the decision may take memory beyond the tables spread evenly."""
+        self.no_launched_hosts: str | None = None
+        """Reason why the ranks of this launch cannot exchange by host; ``None`` = they can, or they
+        are not launched yet."""
         self._topology, self._frequency_stats = topology, stats
         self._hot_rows, self._num_waves, self._dense_ms = hot_rows, num_waves, dense_ms
         self._has_prices = curves is not None or hot_rows is None
@@ -190,7 +193,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
                     device_type=self._compute_device,
                     constrained_types=constraint.sharding_types if constraint else None,
                     no_hosts=why_no_hosts(*on),
-                    no_levels=why_no_levels(*on),
+                    no_levels=self.no_launched_hosts or why_no_levels(*on),
                 )
         return found
 

@@ -26,6 +26,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import PlanError
+from torchrec_picasso.exchange.by_host import launched_place, why_no_hosts
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.planner.decision import Decision
 from torchrec_picasso.planner.enumerator import HotColdEnumerator
@@ -191,6 +192,10 @@ class HotColdPlanner(EmbeddingShardingPlanner):
             PlanError: On the other ranks, with the message of the first rank, if planning failed;
                 the first rank raises the original error.
         """
+        # rows go by host unasked only where all ranks can, not the one that plans alone
+        places_W: list[Any] = [None] * dist.get_world_size(pg)
+        dist.all_gather_object(places_W, launched_place(), group=pg)
+        self._enumerator.no_launched_hosts = why_no_hosts(places_W)
         failure: Exception | None = None
         outcome: list[Any] = [None, None]  # plan, error message
         if dist.get_rank(pg) == 0:

@@ -8,7 +8,6 @@ user's constraints.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -214,8 +213,8 @@ def why_no_levels(curves: CommCurves, topology: Topology) -> str | None:
 def _ranks_per_host(curves: CommCurves, topology: Topology) -> int:
     """Returns the ranks of each host: those of this launch, else of the topology, else of the
     curves, since a topology of one host, TorchRec's default, says nothing of hosts."""
-    if (launched := os.environ.get("LOCAL_WORLD_SIZE", "")).isdigit():
-        return max(1, int(launched))
+    if (launched := by_host.launched_place()[0]) >= 0:
+        return max(1, launched)
     planned = topology.local_world_size
     return curves.ranks_per_host if planned == topology.world_size else planned
 
