@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,19 +14,17 @@ from torchrec.streamable import Pipelineable
 from torchrec_picasso.ops.id_reader import PreparedIds
 
 
+@dataclass(frozen=True, eq=False)
 class PreparedBatch(Pipelineable):
     """A batch and its ids, as read by a :class:`.Preparation`. A pipeline unpacks it: the model
     gets ``batch``. Ids that changed after the preparation are read again."""
 
-    def __init__(
-        self, batch: Any, plan: str, ids_of: Mapping[tuple[str, ...], PreparedIds]
-    ) -> None:
-        self.batch = batch
-        """The user's batch."""
-        self.plan = plan
-        """Name of the plan that the ids were read by."""
-        self.ids_of = ids_of
-        """The ids by the names of the modules whose rows travel together."""
+    batch: Any
+    """The user's batch."""
+    plan: str
+    """Name of the plan that the ids were read by."""
+    ids_of: Mapping[tuple[str, ...], PreparedIds]
+    """The ids by the names of the modules whose rows travel together."""
 
     def to(
         self,
@@ -54,4 +52,4 @@ class PreparedBatch(Pipelineable):
 
     def _changed(self, batch: Any, change: Callable[[Tensor], Tensor]) -> PreparedBatch:
         changed = {n: replace(ids, values=change(ids.values)) for n, ids in self.ids_of.items()}
-        return PreparedBatch(batch, self.plan, changed)
+        return replace(self, batch=batch, ids_of=changed)
