@@ -146,11 +146,11 @@ def inherited_uses() -> list[Use]:
 
 
 def _defined_with_value(cls: type) -> set[str]:
-    """Without names that are annotated only: those declare an attribute of theirs."""
+    """Without names that are annotated only: those declare an attribute of theirs, or a field."""
     tree = _class_tree(cls)
     assert tree is not None, cls
     on_self = {n.attr for n in _assigned_targets(tree) if isinstance(n, ast.Attribute)}
-    return on_self | set(vars(cls))
+    return on_self | set(vars(cls)) | set(vars(cls).get("__dataclass_fields__", ()))
 
 
 @cache

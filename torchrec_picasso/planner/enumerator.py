@@ -30,13 +30,7 @@ from torchrec_picasso.planner.choice import TableInfo
 from torchrec_picasso.planner.decision import Decision, decide
 from torchrec_picasso.planner.hot_options import TablePath, by_table
 from torchrec_picasso.planner.refusals import check_request
-from torchrec_picasso.planner.table_info import (
-    assumed_curves,
-    dense_bytes_of,
-    table_info,
-    why_no_hosts,
-    why_no_levels,
-)
+from torchrec_picasso.planner.table_info import assumed_curves, dense_bytes_of, table_info
 
 
 class HotColdEnumerator(EmbeddingEnumerator):
@@ -176,7 +170,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self, options_by_path: Mapping[TablePath, list[ShardingOption]]
     ) -> dict[TablePath, TableInfo]:
         """Collects the information about each table whose sharder supports hot/cold tables."""
-        found, on = {}, (self._curves, self._topology)
+        found = {}
         for key, options in options_by_path.items():
             sharder = self.sharder_map[options[0].module_type_key]
             constraint = (self._constraints or {}).get(key[1])
@@ -186,10 +180,9 @@ class HotColdEnumerator(EmbeddingEnumerator):
                     self._frequency_stats,
                     batch_size=self._batch_size,
                     sharder=sharder,
-                    device_type=self._compute_device,
+                    curves=self._curves,
+                    topology=self._topology,
                     constrained_types=constraint.sharding_types if constraint else None,
-                    no_hosts=why_no_hosts(*on),
-                    no_levels=why_no_levels(*on),
                 )
         return found
 
