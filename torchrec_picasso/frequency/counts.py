@@ -39,13 +39,8 @@ _Vector = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTable:
-    """An embedding table whose lookups are counted.
-
-    Args:
-        name: Table name.
-        num_embeddings: Number of rows; ``None`` = the largest seen id plus 1.
-        feature_names: Features of the table.
-    """
+    """An embedding table whose lookups are counted; ``num_embeddings`` is its number of rows,
+    ``None`` = the largest seen id plus 1."""
 
     name: str
     num_embeddings: int | None
@@ -143,13 +138,9 @@ class TableCounts:
 
 
 class LookupCounter:
-    """Counts the lookups of a table.
-
-    Args:
-        table: The table; one with at most ``4 * max_rows`` rows has a dense vector.
-        max_rows: Maximum number of sorted rows otherwise: 32 bytes for each, twice that while
-            buffered ids are counted.
-    """
+    """Counts the lookups of a table: in a dense vector if it has at most ``4 * max_rows`` rows,
+    else of at most ``max_rows`` sorted rows, which take 32 bytes each, and twice that while
+    buffered ids are counted."""
 
     def __init__(self, table: ModelTable, max_rows: int = MAX_ROWS_COUNTED) -> None:
         self._table, self._max_rows = table, max_rows
