@@ -62,26 +62,21 @@ class ModelTable:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TableCounts:
-    """Lookup counts of one table.
-
-    Args:
-        num_embeddings: Number of rows of the table.
-        feature_names: Features of the table, in the model's order.
-        rows_U: Counted rows, ascending, int64, shape ``(U,)``.
-        counts_U: Number of lookups of each row, above 0, int64, shape ``(U,)``.
-        max_undercount: Upper bound of the lookups missing in a count; 0 = all seen rows are in
-            ``rows_U`` with exact counts. A row outside ``rows_U`` has at most this many lookups.
-        num_uncounted: Number of lookups of the table beside the sum of ``counts_U``.
-        effective_share: Number of independent lookups per lookup of a batch, 0 to 1.
-    """
+    """Lookup counts of one table."""
 
     num_embeddings: int
-    feature_names: tuple[str, ...]
+    feature_names: tuple[str, ...]  # in the model's order
     rows_U: Tensor
+    """Counted rows, ascending, int64, shape ``(U,)``."""
     counts_U: Tensor
+    """Number of lookups of each row, above 0, int64, shape ``(U,)``."""
     max_undercount: int = 0
+    """Upper bound of the lookups missing in a count; 0 = all seen rows are in ``rows_U`` with exact
+    counts. A row outside ``rows_U`` has at most this many lookups."""
     num_uncounted: int = 0
+    """Number of lookups of the table beside the sum of ``counts_U``."""
     effective_share: float = 1.0
+    """Number of independent lookups per lookup of a batch, 0 to 1."""
 
     @property
     def num_lookups(self) -> int:

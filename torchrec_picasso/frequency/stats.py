@@ -43,16 +43,12 @@ _MEASURED_BATCHES = 16
 
 @dataclass(frozen=True)
 class FrequencyStats:
-    """Lookup counts of a model's tables over a sample of batches.
-
-    Args:
-        tables: Counts by table name, in model order.
-        num_batches: Number of counted batches; 0 if counted in files.
-        num_samples: Number of counted samples.
-    """
+    """Lookup counts of a model's tables over a sample of batches."""
 
     tables: Mapping[str, TableCounts]
+    """Counts by table name, in model order."""
     num_batches: int = 0
+    """Number of counted batches; 0 if counted in files."""
     num_samples: int = 0
 
     @classmethod
