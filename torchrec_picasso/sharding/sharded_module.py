@@ -55,6 +55,10 @@ def _tracker_shared_with_copies(name: str) -> Any:
 class HotColdModule(ABC):
     """A sharded module of TorchRec's in which tables with :class:`HotColdParams` are hot/cold.
 
+    These tables form one group with one packed unique exchange, in which a row travels once for any
+    number of lookups in the batch; all other tables take TorchRec's own path. Names, state dict and
+    fused optimizer are TorchRec's.
+
     ``table_shardings``, ``with_shardings`` and ``join`` differ between pooled and sequence modules.
     """
 
