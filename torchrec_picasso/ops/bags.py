@@ -49,25 +49,17 @@ class Bags:
     """KeyedJaggedTensor position of each lookup, int64; ``None`` when no caller needs it."""
 
 
-def bag_order(
-    plan: PackPlan, device: torch.device, sizes_K: tuple[int | None, ...]
-) -> Tensor | None:
+def bag_order(plan: PackPlan, device: torch.device, sizes: tuple[int, ...]) -> Tensor:
     """Permutes bags from feature-major to matrix-major, sample-major order.
 
-    Bags of a sequence matrix are ordered by micro-batch, then feature, then sample. ``sizes_K`` are
-    samples of each micro-batch, ``None`` if every feature has its own. Returns the old index of
-    each bag in the new order, int32, shape ``(F * B,)``; ``None`` = bags keep their order.
+    Bags of a sequence matrix are ordered by micro-batch, of ``sizes`` samples each, then feature,
+    then sample. Returns the old index of each bag in the new order, int32, shape ``(F * B,)``.
     """
-    sizes = [size for size in sizes_K if size is not None]
-    if not sizes or (not plan.has_pooling and len(sizes) == 1):
-        return None
-    features_M, is_sequence_M = plan.features_M, plan.is_sequence_M
-    num_features = sum(features_M)
+    num_features = sum(plan.features_M)
     order_FB = torch.arange(num_features * sum(sizes), dtype=torch.int32, device=device)
+    by_matrix = order_FB.view(num_features, -1).split(list(plan.features_M))
     ordered = []
-    for bags_FB, is_sequence in zip(
-        order_FB.view(num_features, -1).split(list(features_M)), is_sequence_M
-    ):
+    for bags_FB, is_sequence in zip(by_matrix, plan.is_sequence_M):
         # bags_FB is (F_m, B). Pooled bags: transpose to (B, F_m). The micro-batches are then
         # consecutive sample ranges. Sequences: split B first, so each micro-batch is (F_m, B_k),
         # feature by feature.
