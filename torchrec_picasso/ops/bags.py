@@ -172,11 +172,6 @@ class BatchCut:
         return len(self.segments_MK[0])
 
     @property
-    def bags_by_micro_batch(self) -> list[list[int]]:
-        """Number of bags, by matrix and micro-batch."""
-        return [[sum(bags_J) for bags_J in segments_K] for segments_K in self.segments_MK]
-
-    @property
     def bags_by_segment(self) -> list[int]:
         """Number of bags of each segment, consecutive over matrices and micro-batches."""
         return [n for segments_K in self.segments_MK for bags_J in segments_K for n in bags_J]
@@ -305,7 +300,10 @@ def _parts(
 ) -> list[list[PoolingIndex]]:
     """Cuts the pooling of a batch by micro-batch and matrix. Tensors in bag order are ordered by
     matrix, then micro-batch; those grouped by row by micro-batch, then matrix."""
-    row_edges, bag_edges = _edges([num_rows_M]), _edges(cut.bags_by_micro_batch)
+    row_edges, bag_edges = (
+        _edges([num_rows_M]),
+        _edges(list(map(sum, row)) for row in cut.segments_MK),
+    )
     lookup_edges, group_edges = _edges(lookups_MK), _edges(groups_KM)
     by_row_edges = _edges(zip(*lookups_MK))
     rows_MK = _cut(whole.row_of_lookup_N, lookup_edges)
