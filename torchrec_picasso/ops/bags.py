@@ -300,12 +300,9 @@ def _parts(
 ) -> list[list[PoolingIndex]]:
     """Cuts the pooling of a batch by micro-batch and matrix. Tensors in bag order are ordered by
     matrix, then micro-batch; those grouped by row by micro-batch, then matrix."""
-    row_edges, bag_edges = (
-        _edges([num_rows_M]),
-        _edges(list(map(sum, row)) for row in cut.segments_MK),
-    )
-    lookup_edges, group_edges = _edges(lookups_MK), _edges(groups_KM)
-    by_row_edges = _edges(zip(*lookups_MK))
+    row_edges, lookup_edges = _edges([num_rows_M]), _edges(lookups_MK)
+    bag_edges = _edges(list(map(sum, segments_K)) for segments_K in cut.segments_MK)
+    by_row_edges, group_edges = _edges(zip(*lookups_MK)), _edges(groups_KM)
     rows_MK = _cut(whole.row_of_lookup_N, lookup_edges)
     sources_MK = _cut(whole.source_N, lookup_edges)
     lookups_KM = _cut(whole.lookups_by_row_N, by_row_edges)
