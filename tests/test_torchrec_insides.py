@@ -24,6 +24,7 @@ from torchrec_picasso import _torchrec
 IS_1_8 = version("torchrec").startswith("1.8.")
 
 INHERITED: dict[str, set[str]] = {
+    "BaseEmbeddingSharder": {"fused_params", "qcomm_codecs_registry"},
     "BaseRwEmbeddingSharding": {
         *("_device", "_pg", "_rank", "_shard", "_world_size"),
         *("_grouped_embedding_configs", "_grouped_embedding_configs_per_rank"),
@@ -58,6 +59,7 @@ INHERITED: dict[str, set[str]] = {
         *("_output_dists", "_sharding_type_to_sharding", "_use_index_dedup", "get_buffer"),
         *("_device", "_feature_splits", "_sharding_types"),
     },
+    "ShardedEmbeddingModule": {"_lookups", "create_context", "get_buffer"},
     "ShardedFeatureProcessedEmbeddingBagCollection": {"_embedding_bag_collection", "is_pipelined"},
     "TensorBase": {"detach"},
     "TrainPipelineSparseDist": {
@@ -218,6 +220,9 @@ SIGNATURES: dict[str, str] = {
     "ShardedEmbeddingCollection.input_dist": "ctx, features",
     "ShardedEmbeddingModule.register_post_lookup_tracker_fn": "record_fn",
     "ShardedModule.forward": "*input, **kwargs",
+    "ShardedModule.input_dist": "ctx, *input, **kwargs",
+    "ModuleSharder.shard": "module, params, env, device, module_fqn",
+    "BaseEmbeddingLookup.forward": "sparse_features",
     "ShardedEmbeddingCollection.create_embedding_sharding": (
         "sharding_type, sharding_infos, env, device, qcomm_codecs_registry"
     ),

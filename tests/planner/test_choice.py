@@ -128,7 +128,7 @@ def test_uniform_ids_stay_stock_where_nothing_is_saved() -> None:
     # 1,024 lookups of 20,000 equal rows are nearly all distinct, and a fast network costs little
     tables = ask([work(str(i), None) for i in range(4)])
     choice = choose(tables, pricer(curves(gbytes_per_s=100.0, latency_ms=0.01)))
-    assert choice.hot_cold == (False,) * 4
+    assert choice.forms == (None,) * 4
     assert choice.num_hot == (0,) * 4
     assert (choice.sent_bytes, choice.step) == (choice.stock.sent_bytes, choice.stock.step)
 
@@ -138,7 +138,7 @@ def test_work_to_hide_under_lets_even_distinct_rows_travel() -> None:
     tables = ask([work(str(i), None) for i in range(8)])
     network = curves(gbytes_per_s=0.05, latency_ms=0.01, reduce_gbytes_per_s=0.05)
     busy = choose(tables, pricer(network, dense_ms=200.0))
-    assert busy.hot_cold == (True,) * 8
+    assert all(busy.forms)
     assert busy.step.num_micro_batches > 1
     assert busy.step.step_ms < 0.9 * busy.stock.step.step_ms
 
@@ -150,8 +150,8 @@ def test_an_assumed_core_decides_nothing_alone(gbytes_per_s: float, taken: bool)
     works = [TableWork(dataclasses.replace(w.load, dim=8), 2) for w in works]
     measured = curves(gbytes_per_s=gbytes_per_s, reduce_gbytes_per_s=gbytes_per_s)
     assumed = dataclasses.replace(measured, local=LocalCosts())
-    assert any(choose(may_take_bags(works), pricer(measured)).hot_cold)
-    assert any(choose(may_take_bags(works), pricer(assumed)).hot_cold) == taken
+    assert any(choose(may_take_bags(works), pricer(measured)).forms)
+    assert any(choose(may_take_bags(works), pricer(assumed)).forms) == taken
 
 
 @pytest.mark.parametrize("latency_ms", [0.05, 1.0])
@@ -244,7 +244,7 @@ def test_the_order_of_tables_changes_nothing_but_the_order(seed: int) -> None:
     first = choose(ask(works), pricer(curves()))
     second = choose(ask([works[i] for i in order]), pricer(curves()))
     assert [first.num_hot[i] for i in order] == list(second.num_hot)
-    assert [first.hot_cold[i] for i in order] == list(second.hot_cold)
+    assert [first.forms[i] for i in order] == list(second.forms)
 
 
 def test_rows_beside_bags_must_win_clearly() -> None:

@@ -12,12 +12,11 @@ from torchrec import JaggedTensor, KeyedTensor
 
 from torchrec_picasso.proof.comparison import (
     StillRandomness,
-    Tolerance,
     difference_of,
     difference_of_outputs,
 )
 
-FLOAT32, BFLOAT16 = (Tolerance(torch.finfo(t).eps) for t in (torch.float32, torch.bfloat16))
+FLOAT32, BFLOAT16 = (torch.finfo(t).eps for t in (torch.float32, torch.bfloat16))
 ROWS = torch.rand(4000, 8, generator=torch.Generator().manual_seed(0)) + 0.5
 
 

@@ -311,7 +311,7 @@ class Program:
         totals = (kjt.values().size(0) for kjt in kjts[1:])
         self._rows_K["all of batch['ids']"] = list(totals)
         self._mode = FakeTensorMode(shape_env=self._sizes.env, allow_non_fake_inputs=True)
-        inputs = Inputs(self._sizes, self._follower, self._mode, sum(SIZES_K))
+        inputs = Inputs(self._follower, self._mode, sum(SIZES_K))
         self._take_all(inputs.like(batch, "batch"), batch)
 
     def _batch(self) -> dict[str, Any]:

@@ -128,9 +128,15 @@ def inherited_uses() -> list[Use]:
     """
     uses = []
     for ours in our_classes():
-        own = [base for base in ours.__mro__ if base.__module__.startswith(PACKAGE)]
+        # a class beside which others of ours inherit from theirs uses what those define, too
+        heirs = [ours, *(each for each in our_classes() if issubclass(each, ours))]
+        own = {
+            base for heir in heirs for base in heir.__mro__ if base.__module__.startswith(PACKAGE)
+        }
         our_names = {name for base in own for name in _defined_with_value(base)}
-        their_names = {name for base in _bases(ours) for name in defined_names(base)}
+        owners = {
+            n: _bases(h)[0] for h in reversed(heirs) for b in _bases(h) for n in defined_names(b)
+        }
         tree = _class_tree(ours)
         assert tree is not None, ours
         for node in ast.walk(tree):
@@ -139,18 +145,18 @@ def inherited_uses() -> list[Use]:
             name, is_private = node.attr, node.attr.startswith("_")
             if name.startswith("__") or not (is_private or name not in our_names):
                 continue
-            if name in their_names or name not in our_names:
-                owner = _bases(ours)[0].__name__ if name in their_names else ""
+            if name in owners or name not in our_names:
+                owner = owners[name].__name__ if name in owners else ""
                 uses.append(Use(owner, name, f"{_file(ours)}:{node.lineno}"))
     return uses
 
 
 def _defined_with_value(cls: type) -> set[str]:
-    """Without names that are annotated only: those declare an attribute of theirs."""
+    """Without names that are annotated only: those declare an attribute of theirs, or a field."""
     tree = _class_tree(cls)
     assert tree is not None, cls
     on_self = {n.attr for n in _assigned_targets(tree) if isinstance(n, ast.Attribute)}
-    return on_self | set(vars(cls))
+    return on_self | set(vars(cls)) | set(vars(cls).get("__dataclass_fields__", ()))
 
 
 @cache

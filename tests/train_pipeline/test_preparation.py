@@ -19,7 +19,7 @@ from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
 from tests.train_pipeline.runs import Run, batches_of, compare_runs, pipeline_of, run_to_the_end
 from torchrec_picasso import InputError, Refresh
-from torchrec_picasso.batches.prepared import PreparedBatch
+from torchrec_picasso.batches.feed import PreparedBatch
 from torchrec_picasso.train_pipeline.step_report import StepReports
 
 OFTEN = Refresh(every_steps=2, half_life_steps=2, deviations=0.0, most_moved=1.0, check_steps=None)

@@ -1,3 +1,3 @@
 """Fetches batches (``feed``), splits them into micro-batches by samples (``split``), and joins a
-model's outputs (``join``); ``members`` takes containers apart, ``prepared`` carries a batch's ids.
+model's outputs (``join``); ``members`` takes containers apart.
 """

@@ -17,24 +17,66 @@ allocator does not reuse their memory before the computing stream is done with i
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchrec.streamable import Pipelineable
 
 from torchrec_picasso._torchrec import TrainPipelineContext, wait_for_batch
 from torchrec_picasso.batches.members import children_of
-from torchrec_picasso.batches.prepared import PreparedBatch
 from torchrec_picasso.batches.split import num_samples, reason_of
 from torchrec_picasso.errors import CompatError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement
+from torchrec_picasso.ops.id_reader import PreparedIds
 
 SplitBatch = Callable[[Any, Sequence[int]], Sequence[Any]]
 """Splits a batch into micro-batches of given sizes."""
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedBatch(Pipelineable):
+    """A batch and its ids, as read by a :class:`.Preparation`. A pipeline unpacks it: the model
+    gets ``batch``. Ids that changed after the preparation are read again."""
+
+    batch: Any
+    """The user's batch."""
+    plan: str
+    """Name of the plan that the ids were read by."""
+    ids_of: Mapping[tuple[str, ...], PreparedIds]
+    """The ids by the names of the modules whose rows travel together."""
+
+    def to(
+        self,
+        device: torch.device,
+        non_blocking: bool = False,
+        data_copy_stream: torch.Stream | None = None,
+    ) -> PreparedBatch:
+        """Copies batch and ids to a device; as TorchRec, on a stream if one is given."""
+        stream = data_copy_stream
+        on_stream = {} if stream is None else {"data_copy_stream": stream}
+        batch = self.batch.to(device=device, non_blocking=non_blocking, **on_stream)
+        with nullcontext() if stream is None else torch.get_device_module(device).stream(stream):
+            return self._changed(batch, lambda ids: ids.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> PreparedBatch:
+        """Copies batch and ids to pinned memory."""
+        pinned = getattr(self.batch, "pin_memory", lambda: self.batch)()
+        return self._changed(pinned, Tensor.pin_memory)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Records a stream on all memory of batch and ids."""
+        self.batch.record_stream(stream)
+        for ids in self.ids_of.values():
+            ids.values.record_stream(stream)
+
+    def _changed(self, batch: Any, change: Callable[[Tensor], Tensor]) -> PreparedBatch:
+        changed = {n: replace(ids, values=change(ids.values)) for n, ids in self.ids_of.items()}
+        return replace(self, batch=batch, ids_of=changed)
 
 
 @dataclass(eq=False)
@@ -52,35 +94,26 @@ class Fetched:
     """The batch with its ids, if a data loader read them."""
 
 
+@dataclass(eq=False)
 class BatchFeed:
-    """Fetches batches, and makes empty batches for a rank whose data has ended.
+    """Fetches batches, and makes empty batches for a rank whose data has ended. Its collectives run
+    on the stream of ids."""
 
-    ``fetch`` is TorchRec's ``copy_batch_to_gpu``; its batch is ``None`` after the last one. Without
-    ``execute_all_batches`` all ranks stop as soon as one lacks a batch; the others keep their batch
-    for the next call. The collectives of this class run on the stream of ids.
-    """
-
-    def __init__(
-        self,
-        fetch: Callable[[Iterator[Any]], tuple[Any, TrainPipelineContext | None]],
-        create_context: Callable[[], TrainPipelineContext],
-        device: torch.device,
-        split: SplitBatch,
-        execute_all_batches: bool,
-        id_stream: IdStream,
-    ) -> None:
-        self._copy_batch = fetch
-        self.create_context = create_context
-        self._device = device
-        self._split = split
-        self._execute_all_batches = execute_all_batches
-        self._id_stream = id_stream
-        self._kept: Fetched | None = None
-        self.has_ended = False
-        """Whether the data of all ranks is known to have ended; :meth:`first` resets it."""
-        self.asks_ahead = False
-        """Whether ranks ask each other before every batch: a small exchange per step, for models
-        that cannot run a batch without samples merely to learn that all data has ended."""
+    copy_batch: Callable[[Iterator[Any]], tuple[Any, TrainPipelineContext | None]]
+    """TorchRec's ``copy_batch_to_gpu``; its batch is ``None`` after the last one."""
+    create_context: Callable[[], TrainPipelineContext]
+    device: torch.device
+    split: SplitBatch
+    execute_all_batches: bool
+    """If not, all ranks stop as soon as one lacks a batch; the others keep theirs for the next
+    call."""
+    id_stream: IdStream
+    has_ended: bool = False
+    """Whether the data of all ranks is known to have ended; :meth:`first` resets it."""
+    asks_ahead: bool = False
+    """Whether ranks ask each other before every batch: a small exchange per step, for models that
+    cannot run a batch without samples merely to learn that all data has ended."""
+    _kept: Fetched | None = None
 
     def first(self, pg: dist.ProcessGroup, batches: Iterator[Any]) -> Fetched:
         """Fetches a batch when none is in flight, an empty one if only other ranks have data.
@@ -89,17 +122,17 @@ class BatchFeed:
         and ``execute_all_batches`` is off; CompatError if the others' batches cannot be split.
         """
         own = self._fetch(batches)
-        with self._id_stream.working():
-            source, all_have_data = find_data(pg, self._device, own is not None)
+        with self.id_stream.working():
+            source, all_have_data = find_data(pg, self.device, own is not None)
             if own is None or not all_have_data:
-                if source is None or not self._execute_all_batches:
+                if source is None or not self.execute_all_batches:
                     self._kept = own
                     raise StopIteration
                 batch = None if own is None else own.batch
                 if batch is not None:
-                    self._id_stream.take_batch(batch)
+                    self.id_stream.take_batch(batch)
                 # a rank without any batch so far has nothing to make an empty batch from
-                empty = share_empty_batch(pg, self._device, source, batch, self._split)
+                empty = share_empty_batch(pg, self.device, source, batch, self.split)
                 own = own or Fetched(empty, self.create_context(), has_data=False)
         self.has_ended = False
         return own
@@ -113,10 +146,10 @@ class BatchFeed:
         own = self._fetch(batches)
         # without an exchange the header of the (empty) batch says whether any rank has data
         self.has_ended = own is None and pg.size() == 1
-        with self._id_stream.working():
-            if self.asks_ahead or not self._execute_all_batches:
-                source, all_have_data = find_data(pg, self._device, own is not None)
-                if not all_have_data and not self._execute_all_batches:
+        with self.id_stream.working():
+            if self.asks_ahead or not self.execute_all_batches:
+                source, all_have_data = find_data(pg, self.device, own is not None)
+                if not all_have_data and not self.execute_all_batches:
                     self._kept, self.has_ended = own, False
                     raise StopIteration
                 self.has_ended = source is None
@@ -124,7 +157,7 @@ class BatchFeed:
                 return own
             context = self.create_context()
             try:
-                return Fetched(empty_batch(last, self._split), context, has_data=False)
+                return Fetched(empty_batch(last, self.split), context, has_data=False)
             except CompatError as error:  # raised later, and only if another rank has data
                 return Fetched(last, context, has_data=False, refusal=error)
 
@@ -138,7 +171,7 @@ class BatchFeed:
         if kept is not None:
             return kept
         try:
-            batch, context = self._copy_batch(batches)
+            batch, context = self.copy_batch(batches)
         except StopIteration:  # TorchRec raises it unless all batches are to be executed
             return None
         if batch is None or context is None:

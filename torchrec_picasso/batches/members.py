@@ -46,7 +46,21 @@ def rebuild(container: Any, members: Sequence[Any], path: str, advice: str) -> A
     names = _names_beside(container)
     # children_of lists items first, then the attributes that were assigned to the instance
     num_items = len(members) - len(names)
-    rebuilt = _rebuild(container, members[:num_items], path, advice)
+    items = members[:num_items]
+    if _is_dataclass(container):
+        fields = [f.name for f in dataclasses.fields(container) if f.init]
+        try:
+            rebuilt = dataclasses.replace(container, **dict(zip(fields, items)))
+        except Exception as error:  # any error of a user's __init__ or __post_init__
+            raise CompatError(
+                f"{path}: the constructor of {type(container).__name__} refused its own fields, "
+                f"cut or joined ({type(error).__name__}: {error}); {advice}"
+            ) from error
+    elif isinstance(container, dict):
+        rebuilt = copy.copy(container)  # keeps a subclass's state, such as a default factory
+        rebuilt.update(zip(container, items))
+    else:
+        rebuilt = getattr(container, "_make", type(container))(items)
     for name, member in zip(names, members[num_items:]):
         object.__setattr__(rebuilt, name, member)  # works on frozen dataclasses too
     return rebuilt
@@ -107,26 +121,6 @@ def _items_of(value: Any) -> list[tuple[str, Any]] | None:
     if type(value) in (tuple, list):
         return [(f"[{i}]", member) for i, member in enumerate(value)]
     return None
-
-
-def _rebuild(container: Any, items: Sequence[Any], path: str, advice: str) -> Any:
-    """Makes the container from its items, as its type does."""
-    if _is_dataclass(container):
-        names = [f.name for f in dataclasses.fields(container) if f.init]
-        try:
-            return dataclasses.replace(container, **dict(zip(names, items)))
-        except Exception as error:  # any error of a user's __init__ or __post_init__
-            raise CompatError(
-                f"{path}: the constructor of {type(container).__name__} refused its own fields, "
-                f"cut or joined ({type(error).__name__}: {error}); {advice}"
-            ) from error
-    if isinstance(container, dict):
-        rebuilt = copy.copy(container)  # keeps a subclass's state, such as a default factory
-        rebuilt.update(zip(container, items))
-        return rebuilt
-    if hasattr(container, "_make"):
-        return container._make(items)
-    return type(container)(items)
 
 
 def _is_dataclass(value: Any) -> bool:

@@ -84,13 +84,13 @@ def count_samples(batch: Any) -> int | None:
     for leaf in list(leaves):
         if not isinstance(leaf, (*SAMPLE_TYPES, *PLAIN_TYPES)) and hasattr(leaf, "__dict__"):
             leaves += [inner for _, inner in leaves_of(vars(leaf), "")]
-    return _deciding([(leaf, _samples_of_leaf(leaf)) for leaf in leaves])
+    return _samples_of(leaves)
 
 
-def _deciding(counts: Sequence[tuple[Any, int | None]]) -> int | None:
+def _samples_of(leaves: Sequence[Any]) -> int | None:
     # KeyedJaggedTensors decide: a dense tensor's dim 0 may be something else than samples
-    counts = sorted(counts, key=lambda counted: not isinstance(counted[0], KeyedJaggedTensor))
-    return next((count for _, count in counts if count is not None), None)
+    ordered = sorted(leaves, key=lambda leaf: not isinstance(leaf, KeyedJaggedTensor))
+    return next((n for n in map(_samples_of_leaf, ordered) if n is not None), None)
 
 
 def split_batch(batch: Any, sizes_K: Sequence[int]) -> list[Any]:
@@ -144,10 +144,9 @@ def _check_samples(batch: Any) -> int | None:
     leaves = list(leaves_of(batch, "batch"))
     for path, leaf in leaves:
         _refuse_uncuttable(leaf, path)
-    counts = [_samples_of_leaf(leaf) for _, leaf in leaves]
-    expected = _deciding([(leaf, count) for (_, leaf), count in zip(leaves, counts)])
-    for (path, _), count in zip(leaves, counts):
-        if count not in (None, expected):
+    expected = _samples_of([leaf for _, leaf in leaves])
+    for path, leaf in leaves:
+        if (count := _samples_of_leaf(leaf)) not in (None, expected):
             raise InputError(
                 f"{path}: {count} samples, expected {expected} (in dim 0 of a tensor); "
                 f"{SPLIT_ADVICE}"

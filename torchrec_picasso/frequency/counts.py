@@ -39,13 +39,8 @@ _Vector = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTable:
-    """An embedding table whose lookups are counted.
-
-    Args:
-        name: Table name.
-        num_embeddings: Number of rows; ``None`` = the largest seen id plus 1.
-        feature_names: Features of the table.
-    """
+    """An embedding table whose lookups are counted; ``num_embeddings`` is its number of rows,
+    ``None`` = the largest seen id plus 1."""
 
     name: str
     num_embeddings: int | None
@@ -67,26 +62,21 @@ class ModelTable:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TableCounts:
-    """Lookup counts of one table.
-
-    Args:
-        num_embeddings: Number of rows of the table.
-        feature_names: Features of the table, in the model's order.
-        rows_U: Counted rows, ascending, int64, shape ``(U,)``.
-        counts_U: Number of lookups of each row, above 0, int64, shape ``(U,)``.
-        max_undercount: Upper bound of the lookups missing in a count; 0 = all seen rows are in
-            ``rows_U`` with exact counts. A row outside ``rows_U`` has at most this many lookups.
-        num_uncounted: Number of lookups of the table beside the sum of ``counts_U``.
-        effective_share: Number of independent lookups per lookup of a batch, 0 to 1.
-    """
+    """Lookup counts of one table."""
 
     num_embeddings: int
-    feature_names: tuple[str, ...]
+    feature_names: tuple[str, ...]  # in the model's order
     rows_U: Tensor
+    """Counted rows, ascending, int64, shape ``(U,)``."""
     counts_U: Tensor
+    """Number of lookups of each row, above 0, int64, shape ``(U,)``."""
     max_undercount: int = 0
+    """Upper bound of the lookups missing in a count; 0 = all seen rows are in ``rows_U`` with exact
+    counts. A row outside ``rows_U`` has at most this many lookups."""
     num_uncounted: int = 0
+    """Number of lookups of the table beside the sum of ``counts_U``."""
     effective_share: float = 1.0
+    """Number of independent lookups per lookup of a batch, 0 to 1."""
 
     @property
     def num_lookups(self) -> int:
@@ -143,13 +133,9 @@ class TableCounts:
 
 
 class LookupCounter:
-    """Counts the lookups of a table.
-
-    Args:
-        table: The table; one with at most ``4 * max_rows`` rows has a dense vector.
-        max_rows: Maximum number of sorted rows otherwise: 32 bytes for each, twice that while
-            buffered ids are counted.
-    """
+    """Counts the lookups of a table: in a dense vector if it has at most ``4 * max_rows`` rows,
+    else of at most ``max_rows`` sorted rows, which take 32 bytes each, and twice that while
+    buffered ids are counted."""
 
     def __init__(self, table: ModelTable, max_rows: int = MAX_ROWS_COUNTED) -> None:
         self._table, self._max_rows = table, max_rows

@@ -43,16 +43,12 @@ _MEASURED_BATCHES = 16
 
 @dataclass(frozen=True)
 class FrequencyStats:
-    """Lookup counts of a model's tables over a sample of batches.
-
-    Args:
-        tables: Counts by table name, in model order.
-        num_batches: Number of counted batches; 0 if counted in files.
-        num_samples: Number of counted samples.
-    """
+    """Lookup counts of a model's tables over a sample of batches."""
 
     tables: Mapping[str, TableCounts]
+    """Counts by table name, in model order."""
     num_batches: int = 0
+    """Number of counted batches; 0 if counted in files."""
     num_samples: int = 0
 
     @classmethod
@@ -151,10 +147,8 @@ class FrequencyStats:
         """Adds the counts of two samples, for instance of two ranks or two days.
 
         Exact counts stay exact; the error bounds of other counts are added. ``other`` may have
-        other tables of the same model, which follow the tables of ``self``.
-
-        Raises:
-            PlanError: If a table has different rows or features in both.
+        other tables of the same model, which follow the tables of ``self``. Raises PlanError if a
+        table has different rows or features in both.
         """
         merged = dict(self.tables)
         for name, second in other.tables.items():
@@ -173,20 +167,15 @@ class FrequencyStats:
     def to_parquet(self, path: str | PathLike[str]) -> None:
         """Writes columns ``table, row, count``, with metadata per table in the schema.
 
-        The file gets its name only after it is complete; an existing file is replaced.
-
-        Raises:
-            InputError: If the folder does not exist.
+        The file gets its name only after it is complete; an existing file is replaced. Raises
+        InputError if the folder does not exist.
         """
         write_tables(path, self.tables, self.num_batches, self.num_samples)
 
     @classmethod
     def from_parquet(cls, path: str | PathLike[str]) -> FrequencyStats:
-        """Reads a file of :meth:`to_parquet`; the statistics are equal to the written ones.
-
-        Raises:
-            InputError: If the file is missing, is not Parquet, or contains no valid statistics.
-        """
+        """Reads a file of :meth:`to_parquet`; the statistics are equal to the written ones. Raises
+        InputError if the file is missing, is not Parquet, or contains no valid statistics."""
         tables, num_batches, num_samples = read_tables(path)
         return cls(tables=tables, num_batches=num_batches, num_samples=num_samples)
 
@@ -249,12 +238,8 @@ class FrequencyStats:
 
     def coverage(self, table: str, num_rows: int) -> float:
         """Returns the share of lookups of the ``num_rows`` most frequent rows of a table, 0 to 1; 0
-        for a table without lookups.
-
-        Raises:
-            PlanError: If the statistics lack the table.
-            PicassoError: If ``num_rows`` is not an integer of at least 0.
-        """
+        for a table without lookups. Raises PlanError if the statistics lack the table, PicassoError
+        if ``num_rows`` is not an integer of at least 0."""
         counts = self.table(table)
         _check_count("num_rows", num_rows, at_least=0)
         return counts.spectrum.coverage(int(num_rows))
@@ -267,23 +252,16 @@ class FrequencyStats:
         it, unseen rows are extrapolated from the rows seen once and twice (Colwell et al. 2012,
         equations 4 and 9). Ids that come in bursts, such as histories, have fewer distinct rows
         than independent lookups: :meth:`collect` measures the difference; without it, as after
-        :meth:`from_files`, the estimate is too high.
-
-        Raises:
-            PlanError: If the statistics lack the table.
-            PicassoError: If ``num_lookups`` is not an integer of at least 0.
+        :meth:`from_files`, the estimate is too high. Raises PlanError if the statistics lack the
+        table, PicassoError if ``num_lookups`` is not an integer of at least 0.
         """
         counts = self.table(table)
         _check_count("num_lookups", num_lookups, at_least=0)
         return counts.spectrum.expected_unique(int(num_lookups))
 
     def check_model(self, tables: Mapping[str, int]) -> None:
-        """Refuses statistics of another model, whose ``tables``, all or some, are given as numbers
-        of rows by table name.
-
-        Raises:
-            PlanError: If the statistics lack a table, or have it with another number of rows.
-        """
+        """Raises PlanError for statistics of another model: if they lack one of ``tables``, given
+        as numbers of rows by table name, or have it with another number."""
         for name, num_embeddings in tables.items():
             counts = self.table(name)
             if counts.num_embeddings != num_embeddings:

@@ -2,21 +2,18 @@
 
 A KeyedJaggedTensor stores bags by feature; a pooled output ``(B, F * D)`` stores them by sample.
 Reordering the lookups (integers) before the gather costs 1 ms; transposing the pooled rows (B * F *
-D floats) would cost a pass over 54 MB at B=4,096, F=26, D=128. With a different batch size per
-feature the output is flat and feature-major, so the order does not change. Sequences also remain in
-feature order, within each micro-batch.
+D floats) would cost a pass over 54 MB at B=4,096, F=26, D=128. Sequences remain in feature order,
+within each micro-batch, and so do bags where every feature has its own batch size, whose output is
+flat. Only a batch in one micro-batch may have such features.
 
-Bags are ordered by micro-batch, so the lookups of a micro-batch are one slice of each matrix's
-lookups, and forward only slices. Backward needs the lookups grouped by row. The batch is already
-sorted by id. With one micro-batch, the groups are put in request order, the order in which
-gradients are sent. With several micro-batches, one stable sort of small integers distributes the
-lookups, already grouped by row, over the micro-batches; sorting the rows of each micro-batch would
-cost K comparison sorts.
+Bags are ordered by micro-batch, so forward only slices each matrix's lookups. Backward needs the
+lookups grouped by row, as the sort of the ids left them. With one micro-batch, the groups are put
+in request order, the order in which gradients are sent. With several, one stable sort of small
+integers distributes the grouped lookups over the micro-batches; sorting the rows of each would cost
+K comparison sorts.
 
-A schedule splits by samples. Without a split the batch is one micro-batch; only then may every
-feature have its own batch size. The bags of one micro-batch of a matrix are one segment, in bag
-order. A sequence matrix has one segment per feature, because each feature is a separate output
-whose length the host must know.
+The bags of one micro-batch of a matrix are one segment, in bag order. A sequence matrix has one
+segment per feature, because each feature is a separate output whose length the host must know.
 
 Shape letters: F features, G (micro-batch, row) pairs, J segments of bags, K micro-batches, M
 matrices, N lookups, S bags, U unique rows.
@@ -24,10 +21,9 @@ matrices, N lookups, S bags, U unique rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -53,25 +49,17 @@ class Bags:
     """KeyedJaggedTensor position of each lookup, int64; ``None`` when no caller needs it."""
 
 
-def bag_order(
-    plan: PackPlan, device: torch.device, sizes_K: tuple[int | None, ...]
-) -> Tensor | None:
+def bag_order(plan: PackPlan, device: torch.device, sizes: tuple[int, ...]) -> Tensor:
     """Permutes bags from feature-major to matrix-major, sample-major order.
 
-    Bags of a sequence matrix are ordered by micro-batch, then feature, then sample. ``sizes_K`` are
-    samples of each micro-batch, ``None`` if every feature has its own. Returns the old index of
-    each bag in the new order, int32, shape ``(F * B,)``; ``None`` = bags keep their order.
+    Bags of a sequence matrix are ordered by micro-batch, of ``sizes`` samples each, then feature,
+    then sample. Returns the old index of each bag in the new order, int32, shape ``(F * B,)``.
     """
-    sizes = [size for size in sizes_K if size is not None]
-    if not sizes or (not plan.has_pooling and len(sizes) == 1):
-        return None
-    features_M, is_sequence_M = plan.features_M, plan.is_sequence_M
-    num_features = sum(features_M)
+    num_features = sum(plan.features_M)
     order_FB = torch.arange(num_features * sum(sizes), dtype=torch.int32, device=device)
+    by_matrix = order_FB.view(num_features, -1).split(list(plan.features_M))
     ordered = []
-    for bags_FB, is_sequence in zip(
-        order_FB.view(num_features, -1).split(list(features_M)), is_sequence_M
-    ):
+    for bags_FB, is_sequence in zip(by_matrix, plan.is_sequence_M):
         # bags_FB is (F_m, B). Pooled bags: transpose to (B, F_m). The micro-batches are then
         # consecutive sample ranges. Sequences: split B first, so each micro-batch is (F_m, B_k),
         # feature by feature.
@@ -184,11 +172,6 @@ class BatchCut:
         return len(self.segments_MK[0])
 
     @property
-    def bags_by_micro_batch(self) -> list[list[int]]:
-        """Number of bags, by matrix and micro-batch."""
-        return [[sum(bags_J) for bags_J in segments_K] for segments_K in self.segments_MK]
-
-    @property
     def bags_by_segment(self) -> list[int]:
         """Number of bags of each segment, consecutive over matrices and micro-batches."""
         return [n for segments_K in self.segments_MK for bags_J in segments_K for n in bags_J]
@@ -207,10 +190,7 @@ class BatchCut:
 def segment_edges(offsets_S1: Tensor, bags_J: Sequence[int]) -> Tensor:
     """Returns the first lookup of each segment of ``bags_J`` bags, and the last one's end: shape
     ``(J + 1,)``, in the offsets' type, on their device."""
-    edges_J1 = [0, *accumulate(bags_J)]
-    if offsets_S1.device.type == "cpu":
-        return torch.from_numpy(offsets_S1.numpy()[edges_J1])
-    return offsets_S1.index_select(0, _on_device(offsets_S1.device, tuple(edges_J1)))
+    return offsets_S1.index_select(0, _on_device(offsets_S1.device, (0, *accumulate(bags_J))))
 
 
 @kept_by_stream
@@ -250,130 +230,37 @@ def cut_pooling(
     row, 0 on the CPU. O(N) for one micro-batch; for several one stable sort of N small integers,
     and a host sync on CUDA for G.
     """
-    lookups_KM = [list(counts) for counts in zip(*lookups_MK)]
     # groups_KM: number of distinct rows.
     if micro_batch_N is None:
-        grouped, groups_KM = _group_whole(rows, located), [list(num_rows_M)]
-    else:
-        grouped, groups_KM = _group_by_micro_batch(rows, located, micro_batch_N, lookups_KM)
-    whole = _WholePooling(
-        bags=bags,
-        cut=cut,
-        grouped=grouped,
-        fetch_position_N=fetch_position_U.index_select(0, rows.row_of_lookup_N),
-        most_lookups=most_lookups,
-        row_edges=_edges([num_rows_M]),
-        by_matrix=(_edges(cut.bags_by_micro_batch), _edges(lookups_MK)),
-        by_micro_batch=(_edges(lookups_KM), _edges(groups_KM)),
-    )
-    num_matrices = len(num_rows_M)
-    parts = [whole.part(k, m) for k in range(len(groups_KM)) for m in range(num_matrices)]
-    shifted = iter(_shifted(parts))
-    return [list(islice(shifted, num_matrices)) for _ in groups_KM]
-
-
-@dataclass(frozen=True)
-class _Grouped:
-    """Lookups grouped by row; groups are ordered by micro-batch, then matrix."""
-
-    lookups_N: Tensor
-    offsets_G1: Tensor
-    """First lookup of each group; the last entry is N."""
-    gradient_position_G: Tensor | None
-    """Position in request order of each group's row; ``None`` = the groups are in request order."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _WholePooling:
-    """The pooling of a whole batch, and where each micro-batch and matrix begins in its tensors."""
-
-    bags: Bags
-    cut: BatchCut
-    grouped: _Grouped
-    fetch_position_N: Tensor
-    """The fetched row of each lookup in bag order, counted over all matrices."""
-    most_lookups: int
-    row_edges: Sequence[int]
-    """First row of each matrix."""
-    by_matrix: tuple[Sequence[int], Sequence[int]]
-    """First bag, and first lookup in bag order, by matrix and micro-batch."""
-    by_micro_batch: tuple[Sequence[int], Sequence[int]]
-    """First lookup grouped by row, and first group, by micro-batch and matrix."""
-
-    @cached_property
-    def rows_and_sources(self) -> list[tuple[Any, ...]]:
-        """The fetched row of each lookup, and its source, by matrix and micro-batch."""
-        _, edges = self.by_matrix
-        return list(zip(_cut(self.fetch_position_N, edges), _cut(self.bags.source_N, edges)))
-
-    @cached_property
-    def lookups_and_bags(self) -> list[tuple[Any, ...]]:
-        """Lookups grouped by row, and their bags, by micro-batch and matrix; no bags where no
-        matrix is pooled."""
-        edges, _ = self.by_micro_batch
-        offsets_S1, lookups_N, bag_N = self.bags.offsets_S1, self.grouped.lookups_N, None
-        if not all(self.cut.is_sequence_M):
-            if offsets_S1.device.type == "cpu":
-                bag_N = bag_of_lookup(offsets_S1, lookups_N.numel()).index_select(0, lookups_N)
-            else:
-                bag_N = torch.searchsorted(offsets_S1[1:], lookups_N, right=True)
-        return list(zip(_cut(lookups_N, edges), _cut(bag_N, edges)))
-
-    @cached_property
-    def positions(self) -> Sequence[Any]:
-        """The position of the gradient of each group, by micro-batch and matrix."""
-        _, edges = self.by_micro_batch
-        return _cut(self.grouped.gradient_position_G, edges)
-
-    def part(self, k: int, matrix: int) -> tuple[dict[str, int], PoolingIndex]:
-        """Cuts out the pooling of one micro-batch and matrix, with the start of each tensor.
-
-        Numbers in the tensors count from the start of the batch; :func:`_shifted` makes them count
-        from the start of the matrix (rows) or of the micro-batch (lookups, bags).
-        """
-        place_MK = matrix * self.cut.num_micro_batches + k
-        bag_edges, lookup_edges = self.by_matrix
-        place_KM = k * (len(self.row_edges) - 1) + matrix
-        by_row_edges, group_edges = self.by_micro_batch
-        row_of_lookup_N, source_N = self.rows_and_sources[place_MK]
-        lookups_by_row_N, bags_by_row_N = self.lookups_and_bags[place_KM]
-        first_row, is_sequence = self.row_edges[matrix], self.cut.is_sequence_M[matrix]
-        starts = {
-            "row_of_lookup_N": first_row,
-            "bag_offsets_S1": lookup_edges[place_MK],
-            "bags_by_row_N": bag_edges[place_MK],
-            "lookups_by_row_N": lookup_edges[place_MK],
-            "row_offsets_U1": by_row_edges[place_KM],
-            "gradient_position_U": first_row,
-        }
-        # Offsets have one entry more than bags, or groups.
-        bags = slice(bag_edges[place_MK], bag_edges[place_MK + 1] + 1)
-        groups = slice(group_edges[place_KM], group_edges[place_KM + 1] + 1)
-        return starts, PoolingIndex(
-            row_of_lookup_N=row_of_lookup_N,
-            bag_offsets_S1=None if is_sequence else self.bags.offsets_S1[bags],
-            bags_by_row_N=None if is_sequence else bags_by_row_N,
-            lookups_by_row_N=lookups_by_row_N,
-            row_offsets_U1=self.grouped.offsets_G1[groups],
-            mean_S=self.cut.mean_MK[matrix][k],
-            gradient_position_U=self.positions[place_KM],
-            source_N=source_N,
-            most_lookups=self.most_lookups,
+        # Move whole segments (the lookups of one row) from ascending id order to request order.
+        offsets_G1, (lookups_N,) = move_segments(
+            located.order_U, rows.counts, [rows.lookups_by_row_N], rows.edges_U1
         )
-
-
-def _group_whole(rows: UniqueRows, located: LocatedRows) -> _Grouped:
-    # Move whole segments (the lookups of one row) from ascending id order to request order.
-    offsets_U1, (lookups_N,) = move_segments(
-        located.order_U, rows.counts, [rows.lookups_by_row_N], rows.edges_U1
+        position_G, groups_KM = None, [list(num_rows_M)]
+    else:
+        lookups_N, offsets_G1, position_G, groups_KM = _group_by_micro_batch(
+            rows, located, micro_batch_N, list(zip(*lookups_MK))
+        )
+    whole = PoolingIndex(
+        row_of_lookup_N=fetch_position_U.index_select(0, rows.row_of_lookup_N),
+        bag_offsets_S1=None,  # by part
+        bags_by_row_N=None if all(cut.is_sequence_M) else _bags_by_row(bags, lookups_N),
+        lookups_by_row_N=lookups_N,
+        row_offsets_U1=offsets_G1,
+        mean_S=None,
+        gradient_position_U=position_G,
+        source_N=bags.source_N,
+        most_lookups=most_lookups,
     )
-    return _Grouped(lookups_N, offsets_U1, gradient_position_G=None)
+    return _parts(whole, bags.offsets_S1, cut, lookups_MK, groups_KM, num_rows_M)
 
 
 def _group_by_micro_batch(
     rows: UniqueRows, located: LocatedRows, micro_batch_N: Tensor, lookups_KM: Counts
-) -> tuple[_Grouped, list[list[int]]]:
-    """Groups lookups by row in each micro-batch; counts groups by (micro-batch, matrix)."""
+) -> tuple[Tensor, Tensor, Tensor, list[list[int]]]:
+    """Groups lookups by row in each micro-batch. Returns the lookups, the first one of each group,
+    and N, the position of the group's row in request order, and the number of groups of each
+    micro-batch and matrix."""
     edges = torch.tensor(_edges(lookups_KM)).to(micro_batch_N.device, non_blocking=True)
     # lookups_by_row_N is grouped by row. A stable sort by micro-batch keeps this grouping within
     # each micro-batch, so N keys below K suffice.
@@ -393,10 +280,67 @@ def _group_by_micro_batch(
         groups_KM = torch.diff(first_KM).view(len(lookups_KM), -1).tolist()
         start_G = torch.nonzero_static(is_start_N1[:-1], size=sum(map(sum, groups_KM))).squeeze(1)
     position_G = located.request_positions.index_select(0, row_N.index_select(0, start_G))
-    return _Grouped(lookups_N, torch.cat([start_G, edges[-1:]]), position_G), groups_KM
+    return lookups_N, torch.cat([start_G, edges[-1:]]), position_G, groups_KM
 
 
-def _edges(counts: Counts) -> list[int]:
+def _bags_by_row(bags: Bags, lookups_N: Tensor) -> Tensor:
+    """Returns the bag of each of these lookups."""
+    if lookups_N.device.type == "cpu":
+        return bag_of_lookup(bags.offsets_S1, lookups_N.numel()).index_select(0, lookups_N)
+    return torch.searchsorted(bags.offsets_S1[1:], lookups_N, right=True)
+
+
+def _parts(
+    whole: PoolingIndex,
+    offsets_S1: Tensor,
+    cut: BatchCut,
+    lookups_MK: Counts,
+    groups_KM: Counts,
+    num_rows_M: Sequence[int],
+) -> list[list[PoolingIndex]]:
+    """Cuts the pooling of a batch by micro-batch and matrix. Tensors in bag order are ordered by
+    matrix, then micro-batch; those grouped by row by micro-batch, then matrix."""
+    row_edges, lookup_edges = _edges([num_rows_M]), _edges(lookups_MK)
+    bag_edges = _edges(list(map(sum, segments_K)) for segments_K in cut.segments_MK)
+    by_row_edges, group_edges = _edges(zip(*lookups_MK)), _edges(groups_KM)
+    rows_MK = _cut(whole.row_of_lookup_N, lookup_edges)
+    sources_MK = _cut(whole.source_N, lookup_edges)
+    lookups_KM = _cut(whole.lookups_by_row_N, by_row_edges)
+    bags_KM = _cut(whole.bags_by_row_N, by_row_edges)
+    positions_KM = _cut(whole.gradient_position_U, group_edges)
+    parts: list[tuple[dict[str, int], PoolingIndex]] = []
+    for km, (k, m) in enumerate(product(range(len(groups_KM)), range(len(num_rows_M)))):
+        mk, is_sequence = m * len(groups_KM) + k, cut.is_sequence_M[m]
+        # Offsets have one entry more than bags, or groups.
+        bags = slice(bag_edges[mk], bag_edges[mk + 1] + 1)
+        groups = slice(group_edges[km], group_edges[km + 1] + 1)
+        own = PoolingIndex(
+            row_of_lookup_N=rows_MK[mk],
+            bag_offsets_S1=None if is_sequence else offsets_S1[bags],
+            bags_by_row_N=None if is_sequence else bags_KM[km],
+            lookups_by_row_N=lookups_KM[km],
+            row_offsets_U1=whole.row_offsets_U1[groups],
+            mean_S=cut.mean_MK[m][k],
+            gradient_position_U=positions_KM[km],
+            source_N=sources_MK[mk],
+            most_lookups=whole.most_lookups,
+        )
+        # Numbers that count from the start of the batch shall count from the start of the matrix
+        # (rows), or of the micro-batch (lookups, bags).
+        starts = {
+            "row_of_lookup_N": row_edges[m],
+            "bag_offsets_S1": lookup_edges[mk],
+            "bags_by_row_N": bag_edges[mk],
+            "lookups_by_row_N": lookup_edges[mk],
+            "row_offsets_U1": by_row_edges[km],
+            "gradient_position_U": row_edges[m],
+        }
+        parts.append((starts, own))
+    shifted = iter(_shifted(parts))
+    return [list(islice(shifted, len(num_rows_M))) for _ in groups_KM]
+
+
+def _edges(counts: Iterable[Sequence[int]]) -> list[int]:
     """Returns the start of each counted range in a concatenation, and the end of the last range."""
     return [0, *accumulate(count for row in counts for count in row)]
 

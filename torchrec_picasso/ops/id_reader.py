@@ -78,7 +78,7 @@ class IdReader:
     plan: PackPlan
 
     @cached_property
-    def _bag_order(self) -> Callable[[torch.device, tuple[int, ...]], Tensor | None]:
+    def _bag_order(self) -> Callable[[torch.device, tuple[int, ...]], Tensor]:
         """The permutation of bags, kept for batches of the same sizes."""
         return kept_by_stream(partial(bag_order, self.plan), maxsize=2)
 
@@ -97,12 +97,11 @@ class IdReader:
         source_N = None
         if is_weighted and self.plan.has_pooling:
             source_N = counting(linear_N.device, linear_N.numel())
-        sizes = self._sizes(sizes_K)
-        order_S = self._bag_order(linear_N.device, sizes)
-        if order_S is None:
-            ids_N, bags = linear_N, Bags(offsets_S1.to(torch.int64), source_N)
-        else:
+        if sizes := self._sizes(sizes_K):
+            order_S = self._bag_order(linear_N.device, sizes)
             ids_N, bags = reorder_bags(linear_N, lengths_S, order_S, source_N, offsets_S1)
+        else:
+            ids_N, bags = linear_N, Bags(offsets_S1.to(torch.int64), source_N)
         return ReadIds(bags=bags, rows=unique_rows(ids_N), outside_ids=outside_ids, sizes=sizes)
 
     def can_use(

@@ -5,11 +5,6 @@ lookups of every row (backward reduction). ``torch.unique`` sorts too but discar
 and backward then needs another sort or scattered adds: on one core, 106,496 Criteo lookups of D=128
 took 23 ms by ``index_add_`` and 10 ms by the gather over this map.
 
-On the CPU the faster one of numpy and torch sorts: a million int32 with their positions take 30 to
-55 ms by ``torch.sort`` and 16 ms as 64-bit words by numpy on one core of a 2.5 GHz Xeon, where
-numpy sorts with AVX-512; on one of an EPYC 12 and 50 ms. Both are stable, so they give the same
-order.
-
 In *request order* rows are requested from their home ranks and gradients are sent: by pack, hot
 rows first, then cold rows by chunk and by home rank. Rows ascend within a (pack, chunk, home rank)
 segment, so home ranks read their storage forward. Chunk k holds the rows that micro-batch k is the
@@ -66,9 +61,10 @@ _KEY_BITS = {torch.uint8: 8, torch.int16: 15, torch.int32: 31}
 def is_intel() -> bool:
     """Whether the processor is one of Intel's; ``False`` where the system does not say.
 
-    There numpy's sorts run on AVX-512 and outrun torch's, and FBGEMM's row-wise Adagrad mixes SSE
-    with AVX instructions, which stalls. On AMD's processors torch and FBGEMM are faster, or as fast
-    from D=128 on (docs/decisions/cpu_updates.md).
+    There numpy sorts with AVX-512: a million int32 with their positions take 30 to 55 ms by
+    ``torch.sort`` and 16 ms as 64-bit words by numpy on one core of a 2.5 GHz Xeon, on one of an
+    EPYC 12 and 50 ms. And FBGEMM's row-wise Adagrad mixes SSE with AVX instructions, which stalls;
+    on AMD's it is faster, or as fast from D=128 on (docs/decisions/cpu_updates.md).
     """
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.is_file() and "GenuineIntel" in cpuinfo.read_text()
@@ -98,8 +94,8 @@ def sort_with_tags(keys_N: Tensor, tags_N: Tensor | None = None) -> tuple[Tensor
     """Sorts integers, none below 0, that each carry a tag; equal integers are ordered by tag.
 
     Tags are int64 and ascend from 0; ``None`` = the positions ``0 .. N - 1``. Returns the sorted
-    integers, in their own type, and their tags. On the CPU 64-bit words are sorted if keys and tags
-    fit into these and torch's sort is not faster.
+    integers, in their own type, and their tags. On the CPU numpy sorts 64-bit words if keys and
+    tags fit into these and torch is not faster; both are stable, so they give the same order.
     """
     torch_is_faster = keys_N.numel() >= _LEAST_RADIX and not is_intel()
     fits = keys_N.device.type == "cpu" and not torch_is_faster

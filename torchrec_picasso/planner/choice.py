@@ -99,11 +99,6 @@ class PricedPlan:
     step: StepPrice  # under the schedule that runs it
     sent_bytes: Mapping[str, float]  # that a rank sends for tables, by purpose; mean over ranks
 
-    @property
-    def hot_cold(self) -> tuple[bool, ...]:
-        """Whether each table is hot/cold."""
-        return tuple(form is not None for form in self.forms)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Choice(PricedPlan):

@@ -25,19 +25,12 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.frequency import FrequencyStats
-from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import hot_options
 from torchrec_picasso.planner.choice import TableInfo
 from torchrec_picasso.planner.decision import Decision, decide
 from torchrec_picasso.planner.hot_options import TablePath, by_table
 from torchrec_picasso.planner.refusals import check_request
-from torchrec_picasso.planner.table_info import (
-    assumed_curves,
-    dense_bytes_of,
-    table_info,
-    why_no_hosts,
-    why_no_levels,
-)
+from torchrec_picasso.planner.table_info import assumed_curves, dense_bytes_of, table_info
 
 
 class HotColdEnumerator(EmbeddingEnumerator):
@@ -90,34 +83,34 @@ class HotColdEnumerator(EmbeddingEnumerator):
         options_by_path = self._list_options(module, sharders)
         self._tables = self._table_infos(options_by_path)
         check_request(options_by_path, self._tables, self._hot_rows, [*self.sharder_map.values()])
-        placements: dict[TablePath, HotColdParams | None] = {}
-        stock_types: dict[TablePath, str | None] = {}
-        blocks: dict[TablePath, tuple[int, ...]] = {}
         if self._tables:
             decision = self.decision = self._decide(options_by_path, dense_bytes_of(module))
-            paths = list(self._tables)
-            placements = dict(zip(paths, decision.placements))
-            if self.only_decided and self._has_prices:
-                stock_types = dict(zip(paths, decision.stock_types))
-            blocks = {paths[position]: rows_W for position, rows_W in decision.block_rows.items()}
-        space: list[ShardingOption] = []
-        for key, options in options_by_path.items():
-            if (placement := placements.get(key)) is not None:
-                if not self._has_prices:
-                    placement = dataclasses.replace(placement, num_micro_batches=None)
-                options = hot_options.hot_cold_options(options, placement)
-                hot_options.cut_home_blocks(options, blocks.get(key))
-            elif key in self._tables and not isinstance(self._hot_rows, Mapping):
-                # without types that train another model
-                decided = stock_types.get(key)
-                kept = (decided,) if decided is not None else self._tables[key].stock_types
-                options = [option for option in options if option.sharding_type in kept] or options
-            space.extend(options)
+            for index, key in enumerate(self._tables):
+                options_by_path[key] = self._decided_options(decision, index, options_by_path[key])
+        space = list(chain.from_iterable(options_by_path.values()))
         self.populate_estimates(space)
         if self.only_decided:  # by TorchRec's rating, where several kernels or types are left
             space = [min(options, key=_slowest_ms) for options in by_table(space).values()]
         self._last_stored_search_space = copy.deepcopy(space)
         return space
+
+    def _decided_options(
+        self, decision: Decision, index: int, options: list[ShardingOption]
+    ) -> list[ShardingOption]:
+        """Keeps a table's options that the decision allows, hot/cold ones in its placement."""
+        placement, kinds = decision.placements[index], decision.tables[index].stock_types
+        if placement is not None:
+            if not self._has_prices:
+                placement = dataclasses.replace(placement, num_micro_batches=None)
+            rows_W = decision.block_rows.get(index)
+            return hot_options.hot_cold_options(options, placement, rows_W)
+        if isinstance(self._hot_rows, Mapping):
+            return options
+        decided = decision.stock_types[index]
+        if self.only_decided and self._has_prices and decided is not None:
+            kinds = (decided,)
+        # without types that train another model
+        return [option for option in options if option.sharding_type in kinds] or options
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Estimates time and memory, including replicas, in place."""
@@ -180,7 +173,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self, options_by_path: Mapping[TablePath, list[ShardingOption]]
     ) -> dict[TablePath, TableInfo]:
         """Collects the information about each table whose sharder supports hot/cold tables."""
-        found, on = {}, (self._curves, self._topology)
+        found = {}
         for key, options in options_by_path.items():
             sharder = self.sharder_map[options[0].module_type_key]
             constraint = (self._constraints or {}).get(key[1])
@@ -190,10 +183,10 @@ class HotColdEnumerator(EmbeddingEnumerator):
                     self._frequency_stats,
                     batch_size=self._batch_size,
                     sharder=sharder,
-                    device_type=self._compute_device,
+                    curves=self._curves,
+                    topology=self._topology,
                     constrained_types=constraint.sharding_types if constraint else None,
-                    no_hosts=why_no_hosts(*on),
-                    no_levels=self.no_launched_hosts or why_no_levels(*on),
+                    no_launched_hosts=self.no_launched_hosts,
                 )
         return found
 

@@ -120,7 +120,7 @@ def _busiest_over_mean(
 
 def why_nothing_is_hot_cold(decision: Decision) -> str | None:
     """Explains a plan without hot/cold tables; ``None`` if a table is hot/cold."""
-    if any(decision.hot_cold):
+    if any(decision.forms):
         return None
     reasons = [table.not_hot_cold.what for table in decision.tables if table.not_hot_cold]
     if len(reasons) == len(decision.tables):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import accumulate
 
 from torchrec.distributed.planner.types import Perf, ShardingOption, Storage, Topology
 from torchrec.distributed.types import CacheParams
@@ -42,15 +43,19 @@ def offered_options(options: Sequence[ShardingOption], form: Form) -> list[Shard
 
 
 def hot_cold_options(
-    options: Sequence[ShardingOption], placement: HotColdParams
+    options: Sequence[ShardingOption], placement: HotColdParams, block_rows_W: Sequence[int] | None
 ) -> list[ShardingOption]:
     """Converts the :func:`offered_options` of one table to hot/cold options, in place.
-    ``placement`` replaces that of the constraints; TorchRec's own cache settings stay."""
+    ``placement`` replaces that of the constraints; TorchRec's own cache settings stay. Home blocks
+    have ``block_rows_W`` rows; ``None`` = as :func:`.filled_blocks`."""
     kept = offered_options(options, placement.form)
     for option in kept:
         names = [field.name for field in fields(CacheParams)] if option.cache_params else []
         settings = {name: getattr(option.cache_params, name) for name in names}
         option.cache_params = replace(placement, **settings)
+        rows_W = block_rows_W or filled_blocks(option.tensor.shape[0], len(option.shards))
+        for shard, rows, end in zip(option.shards, rows_W, accumulate(rows_W), strict=True):
+            shard.size, shard.offset = [rows, shard.size[1]], [end - rows, 0]
     return kept
 
 
@@ -60,21 +65,6 @@ def by_table(options: Sequence[ShardingOption]) -> dict[TablePath, list[Sharding
     for option in options:
         found.setdefault((option.path, option.name), []).append(option)
     return found
-
-
-def cut_home_blocks(
-    options: list[ShardingOption], block_rows_W: Sequence[int] | None = None
-) -> None:
-    """Sets the home blocks of one table's hot/cold options, in place, to ``block_rows_W`` rows;
-    ``None`` = TorchRec's blocks, or equal blocks if those leave a rank without rows."""
-    for option in options:
-        num_rows = option.tensor.shape[0]
-        if block_rows_W is None:
-            block_rows_W = filled_blocks(num_rows, len(option.shards))
-        start = 0
-        for shard, rows in zip(option.shards, block_rows_W, strict=True):
-            shard.size, shard.offset = [rows, shard.size[1]], [start, 0]
-            start += rows
 
 
 def optimizer_class(option: ShardingOption) -> type | None:

@@ -151,12 +151,8 @@ class HotColdPlanner(EmbeddingShardingPlanner):
         return explain(self.decision)
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """Plans an unsharded model without a process group.
-
-        Raises:
-            PlanError: If the tables do not fit; names the rank, the largest table and the memory
-                that is sufficient.
-        """
+        """Plans an unsharded model without a process group. Raises PlanError if the tables do not
+        fit; it names the rank, the largest table and the memory that is sufficient."""
         only_decided = self._enumerator.only_decided
         try:
             try:
@@ -186,12 +182,8 @@ class HotColdPlanner(EmbeddingShardingPlanner):
         sharders: list[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Plans on the first rank of ``pg`` and broadcasts the plan. Collective.
-
-        Raises:
-            PlanError: On the other ranks, with the message of the first rank, if planning failed;
-                the first rank raises the original error.
-        """
+        """Plans on the first rank of ``pg`` and broadcasts the plan. Collective. If planning fails,
+        the first rank raises the error, the others PlanError with its message."""
         # rows go by host unasked only where all ranks can, not the one that plans alone
         places_W: list[Any] = [None] * dist.get_world_size(pg)
         dist.all_gather_object(places_W, launched_place(), group=pg)

@@ -60,21 +60,20 @@ def table_info(
     *,
     batch_size: int,
     sharder: ModuleSharder[nn.Module],
-    device_type: str,
+    curves: CommCurves,
+    topology: Topology,
     constrained_types: Collection[str] | None,
-    no_hosts: str | None,
-    no_levels: str | None,
+    no_launched_hosts: str | None,
 ) -> TableInfo:
-    """Builds the information about one table whose sharder supports hot/cold tables; ``no_hosts``
-    and ``no_levels`` are results of :func:`why_no_hosts` and :func:`why_no_levels`."""
-    first = options[0]
+    """Builds the information about one table whose sharder supports hot/cold tables."""
+    first, device_type = options[0], topology.compute_device
     # the module may wrap a collection
     configs = (config for _, config in table_configs(first.module[1]))
     config = next(config for config in configs if config.name == first.name)
     params = _fused_params(first, getattr(sharder, "fused_params", None))
     required = first.cache_params if isinstance(first.cache_params, HotColdParams) else None
     form: Form = required.form if required is not None else "rows"
-    no_hosts = no_hosts or _why_no_host_exchange(sharder)
+    no_hosts = _why_no_hosts(sharder, curves, topology)
     no_form = {"bags": _why_no_bags(options), "node_rows": no_hosts}.get(form)
     not_hot_cold = _why_not_hot_cold(options, config, params, form, no_form, device_type)
     no_hot_rows, is_only_hot_cold = None, required is not None
@@ -87,7 +86,9 @@ def table_info(
         not_hot_cold=not_hot_cold,
         no_hot_rows=_NO_REPLICAS if form == "bags" else no_hot_rows,
         no_bags=_why_no_bags(options),
-        no_hosts=no_hosts or no_levels if required is None else f"{form=} was requested",
+        no_hosts=no_hosts or no_launched_hosts or _why_no_levels(curves, topology)
+        if required is None
+        else f"{form=} was requested",
         required=required,
         stock_types=() if is_only_hot_cold else _stock_types(options, constrained_types),
     )
@@ -189,8 +190,13 @@ def _why_no_bags(options: Sequence[ShardingOption]) -> str | None:
     return None
 
 
-def why_no_hosts(curves: CommCurves, topology: Topology) -> str | None:
-    """Returns the reason why rows cannot travel by host; ``None`` = they can."""
+def _why_no_hosts(
+    sharder: ModuleSharder[nn.Module], curves: CommCurves, topology: Topology
+) -> str | None:
+    """Returns the reason why a sharder's rows cannot travel by host; ``None`` = they can."""
+    codecs = sharder.qcomm_codecs_registry or {}
+    if codecs.get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name) is not None:
+        return "its sharder has a codec for rows"
     if topology.compute_device != "cpu":
         return "rows by host are built and tested for the CPU with gloo"
     places = _ranks_per_host(curves, topology)
@@ -198,7 +204,7 @@ def why_no_hosts(curves: CommCurves, topology: Topology) -> str | None:
     return told and f"{told}, by LOCAL_WORLD_SIZE or the topology's local_world_size"
 
 
-def why_no_levels(curves: CommCurves, topology: Topology) -> str | None:
+def _why_no_levels(curves: CommCurves, topology: Topology) -> str | None:
     """Returns the reason why rows by host have no price; ``None`` = they have one."""
     if not curves.has_levels:
         return "the curves have no times inside and across hosts"
@@ -217,14 +223,6 @@ def _ranks_per_host(curves: CommCurves, topology: Topology) -> int:
         return max(1, launched)
     planned = topology.local_world_size
     return curves.ranks_per_host if planned == topology.world_size else planned
-
-
-def _why_no_host_exchange(sharder: ModuleSharder[nn.Module]) -> str | None:
-    """Returns the reason why a sharder's tables are exchanged directly; ``None`` = by host, too."""
-    codecs = sharder.qcomm_codecs_registry or {}
-    if codecs.get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name) is not None:
-        return "its sharder has a codec for rows"
-    return None
 
 
 def _stock_types(

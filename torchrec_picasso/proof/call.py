@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -45,6 +46,8 @@ class Operand:
 class Call:
     """A call of an operator; rules see it after it has run."""
 
+    operator: Any
+    given: tuple[Sequence[Any], Mapping[str, Any]]  # arguments by position and by name
     name: str
     """Name of the operator, without the underscore of an in-place variant."""
     args: dict[str, Any]
@@ -55,6 +58,17 @@ class Call:
     out: Any = None
     wanted: list[tuple[str, str, str]] = field(default_factory=list)
     """Equal numbers of rows that the rule needs, which another operator must ensure, and why."""
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the operator draws random numbers."""
+        return torch.Tag.nondeterministic_seeded in self.operator.tags
+
+    @cached_property
+    def written(self) -> list[Operand]:
+        """The tensors that the operator writes into."""
+        infos = {a.name: a.alias_info for a in self.operator._schema.arguments}
+        return [op for op in self.operands if (info := infos[op.name]) and info.is_write]
 
     @cached_property
     def varying(self) -> list[Operand]:

@@ -108,31 +108,26 @@ _NEGLIGIBLE = 1e-3
 """Share of the mean that small samples count as, so that noise around 0 is not relative."""
 
 
-class Tolerance:
-    """Limits of the differences that rounding may cause.
-
-    Float32 sums over another number of samples differ in their last bits, 1e-7 to 1e-5 after many
-    layers, which leaves the limits a factor of ten. A kink that is crossed changes one sample of
-    thousands by a few percent: less than the limit of the mean. Coarser types, by whose rounding
-    step ``eps`` the limits grow, round in the forward itself, once per operator.
-    """
-
-    def __init__(self, eps: float) -> None:
-        self.mean = max(1e-3, 4 * eps)
-        self.median = max(1e-4, 4 * eps)
+_MEAN, _MEDIAN, _STEPS = 1e-3, 1e-4, 4
+"""Limits of the mean and the median difference that rounding may cause; both are at least so many
+rounding steps, since coarse types round in the forward itself, once per operator. Float32 sums over
+another number of samples differ by 1e-7 to 1e-5 after many layers, which leaves a factor of ten. A
+kink that is crossed changes one sample of thousands by a few percent: less than the mean's limit.
+"""
 
 
-def difference_of(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | None:
+def difference_of(whole: Tensor, cut: Tensor, eps: float) -> str | None:
     """Says how much a tensor, ``(B, ...)`` or a scalar, differs; ``None`` = within limits.
 
-    What is not a number differs. Integers and booleans jump where rounding decides a tie, so a few
-    of them may differ.
+    ``eps`` is the coarsest rounding step. What is not a number differs. Integers and booleans jump
+    where rounding decides a tie, so a few of them may differ.
     """
     if whole.shape != cut.shape:
         return f"has shape {tuple(cut.shape)} instead of {tuple(whole.shape)}"
+    most_mean, most_median = max(_MEAN, _STEPS * eps), max(_MEDIAN, _STEPS * eps)
     if not (whole.is_floating_point() or whole.is_complex()):
         num_off = int((whole != cut).sum())
-        are_few = num_off <= max(1, tolerance.mean * whole.numel())
+        are_few = num_off <= max(1, most_mean * whole.numel())
         return None if are_few else f"differs in {num_off} of {whole.numel()} entries"
     if not whole.numel():
         return None
@@ -151,26 +146,24 @@ def difference_of(whole: Tensor, cut: Tensor, tolerance: Tolerance) -> str | Non
     mean = float(off_B.mean() / whole_B.mean().clamp_min(least))
     floor = (_NEGLIGIBLE * whole_B.mean()).clamp_min(least)
     median = float((off_B / torch.maximum(whole_B, floor)).median())
-    if mean <= tolerance.mean and median <= tolerance.median:
+    if mean <= most_mean and median <= most_median:
         return None
     return f"differs by {100 * max(mean, median):.2g} %"
 
 
-def difference_of_outputs(
-    whole: Any, cut: Any, tolerance: Tolerance, path: str = "output"
-) -> str | None:
+def difference_of_outputs(whole: Any, cut: Any, eps: float, path: str = "output") -> str | None:
     """Describes the first member in which a model's joined output differs from the whole one."""
     members = children_of(whole)
     if members is not None:
         for (suffix, member), (_, other) in zip(members, children_of(cut) or ()):
-            found = difference_of_outputs(member, other, tolerance, path + suffix)
+            found = difference_of_outputs(member, other, eps, path + suffix)
             if found is not None:
                 return found
         return None
     if isinstance(whole, KeyedTensor | JaggedTensor) and isinstance(cut, type(whole)):
         whole, cut = whole.values(), cut.values()
     both = isinstance(whole, Tensor) and isinstance(cut, Tensor)
-    found = difference_of(whole, cut, tolerance) if both else None
+    found = difference_of(whole, cut, eps) if both else None
     return None if found is None else f"{path} {found}"
 
 
@@ -192,20 +185,20 @@ def state_of(model: nn.Module) -> State:
     return found
 
 
-def difference_of_states(whole: State, cut: State, tolerance: Tolerance) -> str | None:
+def difference_of_states(whole: State, cut: State, eps: float) -> str | None:
     """Names a module that another run of the same model left in another state, or ``None``."""
     for (name, (own, tensors)), (its, others) in zip(whole.items(), cut.values()):
         if own != its:
             return f"the attributes of {name} differ after the forward"
-        if not all(_are_close(*pair, tolerance) for pair in zip(tensors, others)):
+        if not all(_are_close(*pair, eps) for pair in zip(tensors, others)):
             return f"a buffer or tensor of {name} differs after the forward"
     return None
 
 
-def _are_close(one: Tensor, other: Tensor, tolerance: Tolerance) -> bool:
+def _are_close(one: Tensor, other: Tensor, eps: float) -> bool:
     """Whether floats differ within the limits; other tensors must be equal."""
     if one.is_floating_point() and one.shape == other.shape and not one.isnan().all():
-        return difference_of(one, other, tolerance) is None
+        return difference_of(one, other, eps) is None
     return one.equal(other) or bool(one.isnan().all() and other.isnan().all())
 
 

@@ -121,61 +121,57 @@ class Follower(TorchDispatchMode):
             raise UnprovedError("communicates, once per micro-batch")
         self.num_operators += 1
         call, num_guards = self._bound(func, args, kwargs), len(self.sizes.env.guards)
-        written = self._check(call, func)
+        self._check(call)
         try:
-            return self._by_rule(call, written, func, args, kwargs)
+            return self._by_rule(call)
         except UnprovedError as unproved:
-            is_random = torch.Tag.nondeterministic_seeded in func.tags
-            if written or is_random or not self._makes_inputs:
+            if call.written or call.is_random or not self._makes_inputs:
                 raise
             reason = _placed(func, str(unproved))
         # bound and run again, with the guards of the first run: a rule may come before or after it
         call = self._bound(func, args, kwargs)
-        self._run(call, num_guards, func, args, kwargs)
+        self._run(call, num_guards)
         number = len(self._unproved)
         self._unproved.append(reason)
         self._unused.add(number)
         numbers = frozenset([number]).union(*(each.value.operators for each in call.operands))
         value = Value(Kind.INPUT, operators=numbers)
-        self._note_all(call, [value] * len(call.outputs), written, func)
+        self._note_all(call, [value] * len(call.outputs))
         return call.out
 
-    def _by_rule(
-        self, call: Call, written: Sequence[Operand], func: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    def _by_rule(self, call: Call) -> Any:
         """Runs a call, and records its results by the operator's rule. UnprovedError if the rule
         refuses, or there is none."""
         numbers = [number for each in call.operands for number in each.value.operators]
         if numbers:
             cause = self._unproved[min(numbers)]
             raise UnprovedError(f"computes with {Kind.INPUT.value}, since {cause}")
-        namespace = func._schema.name.partition("::")[0]
+        namespace = call.operator.namespace
         name = call.name if namespace == "aten" else f"{namespace}.{call.name}"
-        is_pointwise = namespace == "aten" and torch.Tag.pointwise in func.tags
+        is_pointwise = namespace == "aten" and torch.Tag.pointwise in call.operator.tags
         rule = RULES.get("pointwise" if is_pointwise and name != "equal" else name)
         # without a rule the operator is decomposed, and the mode follows its parts
         if rule is None and call.varying:
-            return self._decomposed(func, args, kwargs)
-        self._run(call, len(self.sizes.env.guards), func, args, kwargs)
+            return self._decomposed(call)
+        self._run(call, len(self.sizes.env.guards))
         values: Sequence[Value] | None = [SAME] * len(call.outputs)
-        if call.varying or call.numbers or torch.Tag.nondeterministic_seeded in func.tags:
+        if call.varying or call.numbers or call.is_random:
             values = None if rule is None else rule(call)
         elif namespace not in ("aten", "prims", "fbgemm"):
             values = None
-        if values is None and not written:
-            return self._decomposed(func, args, kwargs)
+        if values is None and not call.written:
+            return self._decomposed(call)
         if values is None:
             raise UnprovedError("has no rule")
         for wanted in call.wanted:
             self.sizes.want_same(*wanted)
-        self._note_all(call, values, written, func)
+        self._note_all(call, values)
         return call.out
 
-    def _run(
-        self, call: Call, num_guards: int, func: Any, args: Any, kwargs: dict[str, Any]
-    ) -> None:
+    def _run(self, call: Call, num_guards: int) -> None:
         """Runs a call; raises if it depends on the batch's size, or gives a number of its data."""
-        call.out = func(*args, **kwargs)
+        args, kwargs = call.given
+        call.out = call.operator(*args, **kwargs)
         # a new guard on a symbol means that the operator branched on the size of the batch
         assumption = self.sizes.assumption(num_guards)
         if assumption is not None:
@@ -193,50 +189,42 @@ class Follower(TorchDispatchMode):
         leaves = [(name, leaf) for name, given in bound.items() for leaf in tree_leaves(given)]
         tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
         operands = [Operand(name, leaf, self.value_of(leaf)) for name, leaf in tensors]
-        return Call(base, bound, operands, self.sizes)
+        return Call(func, (args, kwargs), base, bound, operands, self.sizes)
 
-    def _check(self, call: Call, func: Any) -> list[Operand]:
-        """Refuses what each micro-batch would do again; returns the tensors that are written.
-
-        This is a write into the model or the batch, and random numbers except those of dropout,
-        which are drawn entry by entry.
-        """
-        infos = {a.name: a.alias_info for a in func._schema.arguments if a.alias_info is not None}
-        written = [op for op in call.operands if op.name in infos and infos[op.name].is_write]
-        for tensor in (operand.tensor for operand in written):
+    def _check(self, call: Call) -> None:
+        """Refuses what each micro-batch would do again: writes into the model or the batch, and
+        random numbers except those of dropout, which are drawn entry by entry."""
+        for tensor in (operand.tensor for operand in call.written):
             if not isinstance(tensor, FakeTensor):
                 raise UnprovedError(f"writes into {self._name(tensor)}")
             outside = self._outside.get(memory_of(tensor))
             if outside is not None:
                 raise UnprovedError(f"writes into {outside}")
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if call.is_random:
             if call.args.get("generator") is not None:
                 raise UnprovedError("draws from a generator of its own, once per micro-batch")
             if not call.name.startswith(_DRAWING_BY_ENTRY):
                 raise UnprovedError("draws random numbers, once per micro-batch; only dropout may")
-        if torch.Tag.out_variant in func.tags or torch.Tag.out in func.tags:
+        if {torch.Tag.out_variant, torch.Tag.out} & set(call.operator.tags):
             raise UnprovedError("writes into a tensor given as out=")
-        return written
 
     def _name(self, tensor: Tensor) -> str:
         return f"{self._names.get(id(tensor), 'a tensor from outside')}, once per micro-batch"
 
-    def _note_all(
-        self, call: Call, values: Sequence[Value], written: Sequence[Operand], func: Any
-    ) -> None:
+    def _note_all(self, call: Call, values: Sequence[Value]) -> None:
         """Records all outputs of a call, and which of them are views into the model."""
         real = [op.tensor for op in call.operands if not isinstance(op.tensor, FakeTensor)]
-        if real and any(returned.alias_info is not None for returned in func._schema.returns):
+        if real and any(returned.alias_info for returned in call.operator._schema.returns):
             for out in call.outputs:
                 self._outside[memory_of(out)] = self._name(real[0])
         for tensor, value in zip(call.outputs, values):
-            self._note(tensor, value, written, func)
+            self._note(call, tensor, value)
 
-    def _decomposed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _decomposed(self, call: Call) -> Any:
         """Runs an operator without a rule by its decomposition."""
         from torch._decomp import decomposition_table
 
-        count = self.num_operators
+        func, (args, kwargs), count = call.operator, call.given, self.num_operators
         with self:
             # inside a mode's dispatch the mode is off; `with self` follows the parts
             if func in decomposition_table:
@@ -248,12 +236,12 @@ class Follower(TorchDispatchMode):
             raise UnprovedError("has no rule")
         return found
 
-    def _note(self, tensor: Tensor, value: Value, written: Sequence[Operand], func: Any) -> None:
+    def _note(self, call: Call, tensor: Tensor, value: Value) -> None:
         """Records one output, and checks a write into a view."""
         value = self.sizes.locate(tensor, value)
         # other tensors of the same storage would keep their old dependence
-        for operand in written:
-            if operand.tensor is tensor and torch.Tag.inplace_view not in func.tags:
+        for operand in call.written:
+            if operand.tensor is tensor and torch.Tag.inplace_view not in call.operator.tags:
                 inside = self._in_storage.get(memory_of(tensor), ())
                 others = [self._known[key][1] for key in inside if key != id(tensor)]
                 if any(other.counted or other.feature for other in others):

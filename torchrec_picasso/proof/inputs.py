@@ -14,21 +14,16 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec_picasso.batches.split import PLAIN_TYPES, children_of, rebuild
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.proof.follow import Follower
-from torchrec_picasso.proof.values import SAME, SAMPLES, Kind, Sizes, UnprovedError, Value
+from torchrec_picasso.proof.values import SAME, SAMPLES, Kind, UnprovedError, Value
 
 
 class Inputs:
     """Makes values without data that have the structure of given values. New symbols are added to
-    ``sizes``, and the dependence of each tensor to ``follower``."""
+    the sizes of ``follower``, which gets to know the dependence of each tensor."""
 
-    def __init__(
-        self, sizes: Sizes, follower: Follower, mode: FakeTensorMode, num_samples: int
-    ) -> None:
-        self._sizes = sizes
-        self._follower = follower
-        self._mode = mode
-        self._num_samples = num_samples
-        self._samples = sizes.add(SAMPLES, num_samples)
+    def __init__(self, follower: Follower, mode: FakeTensorMode, num_samples: int) -> None:
+        self._follower, self._mode, self._num_samples = follower, mode, num_samples
+        self._samples = follower.sizes.add(SAMPLES, num_samples)
 
     def like(self, value: Any, path: str, *, has_graph: bool = False) -> Any:
         """Makes a value like a batch or an output; raises UnprovedError if that cannot be split.
@@ -95,7 +90,7 @@ class Inputs:
         self, path: str, like: Any, num_lookups: int, has_graph: bool = False
     ) -> JaggedTensor:
         """Makes one feature's lookups, of a number of their own, and a length per sample."""
-        count, rows = self._sizes.add(path, num_lookups), Value(Kind.ROWS, rows=path)
+        count, rows = self._follower.sizes.add(path, num_lookups), Value(Kind.ROWS, rows=path)
         per_sample = Value(Kind.ROWS, rows=SAMPLES, feature=path)
         values, weights = like.values(), like.weights_or_none()
         if weights is not None:
@@ -119,7 +114,7 @@ class Inputs:
         pairs = zip(keys, kjt.length_per_key())
         features = {key: self._jagged(f"{path}[{key!r}]", kjt, count) for key, count in pairs}
         # all features in one: entries whose order the rules do not follow
-        total = self._sizes.add(f"all of {path}", kjt.values().size(0))
+        total = self._follower.sizes.add(f"all of {path}", kjt.values().size(0))
         packed = Value(Kind.LOOKUPS)
         if weights is not None:
             weights = self._make(weights, (total, *weights.shape[1:]), packed)

@@ -20,7 +20,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -100,72 +100,65 @@ def prove(
         guard = Guard(module, [known.module for known in given], batch)
     except Exception as error:  # any error of the user's attributes
         return Proof(f"the model's state cannot be read ({type(error).__name__}: {error})")
-    forward = _Forward(module, batch, given, loss_reduction, made_inputs, guard)
-    reason = guard.reason or why_disturbed()
-    if reason is None:
-        try:
-            with _undisturbed():
-                _follow(forward.run, guard, batch)
-        except (UnprovedError, InputError) as unproved:
-            reason = str(unproved)
-        except Exception as error:  # any error of a model without data
-            reason = f"the model cannot run without data ({type(error).__name__}: {error})"[:400]
-    follower = forward.follower
     # without a proof a guard is still useful: a change of the model allows another attempt
+    reason = guard.reason or why_disturbed()
+    if reason is not None:
+        return Proof(reason, guard)
+    forward = _Forward(module, batch, given, loss_reduction, made_inputs, guard)
+    try:
+        with _undisturbed():
+            _follow(forward.run, guard, batch)
+    except (UnprovedError, InputError) as unproved:
+        reason = str(unproved)
+    except Exception as error:  # any error of a model without data
+        reason = f"the model cannot run without data ({type(error).__name__}: {error})"[:400]
+    follower = forward.follower
     equal_rows = follower.sizes.equal_rows
     return Proof(follower.reason or reason, guard, follower.num_operators, equal_rows)
 
 
+@dataclass(eq=False)
 class _Forward:
     """A forward without data, with the arguments of :func:`prove`; it may run again."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        batch: Any,
-        given: Sequence[Given],
-        reduction: str,
-        made_inputs: MadeInputs | None,
-        guard: Guard,
-    ) -> None:
-        self._module, self._batch, self._given = module, batch, given
-        self._reduction, self._made_inputs, self._guard = reduction, made_inputs, guard
-        named = (*module.named_parameters(), *module.named_buffers())
-        self._names = {id(tensor): name for name, tensor in named}
-        self.follower = self._new_follower(Sizes())
-        """The follower of the last run."""
-
-    def _new_follower(self, sizes: Sizes) -> Follower:
-        return Follower(sizes, self._names, self._made_inputs is not None)
+    module: nn.Module
+    batch: Any
+    given: Sequence[Given]
+    reduction: str
+    made_inputs: MadeInputs | None
+    guard: Guard
+    follower: Follower = field(init=False)
+    """The follower of the last run."""
 
     def _refuse(self, reason: str) -> None:
         self.follower.refuse(reason)
         # Python drops a profile function that raises, and a model may catch that and go on
-        self._guard.examine_all()
+        self.guard.examine_all()
 
     def run(self) -> None:
         """Raises UnprovedError if the forward cannot be followed, or is no proof."""
-        sizes = Sizes()
-        follower = self.follower = self._new_follower(sizes)
+        named = (*self.module.named_parameters(), *self.module.named_buffers())
+        names, sizes = {id(tensor): name for name, tensor in named}, Sizes()
+        follower = self.follower = Follower(sizes, names, self.made_inputs is not None)
         mode = FakeTensorMode(shape_env=sizes.env, allow_non_fake_inputs=True)
         mode.cache_enabled = False  # with symbols a hit costs more than it saves
-        inputs = Inputs(sizes, follower, mode, num_samples(self._batch))
-        made = inputs.like(self._batch, "batch")
+        inputs = Inputs(follower, mode, num_samples(self.batch))
+        made = inputs.like(self.batch, "batch")
         before = _places_in(made)
-        for known in self._given:
+        for known in self.given:
             known.give(inputs.like(known.output, known.name, has_graph=True))
         # Modes from the outside in: enable gradients, decompose in Python, make tensors without
         # data, follow operators, watch functions.
-        watch = Watch(self._refuse, self._guard.enter)
-        listening = self._made_inputs(follower.note_input) if self._made_inputs else nullcontext()
+        watch = Watch(self._refuse, self.guard.enter)
+        listening = self.made_inputs(follower.note_input) if self.made_inputs else nullcontext()
         with torch.enable_grad(), listening, enable_python_dispatcher(), mode, follower, watch:
-            result = self._module(made)
+            result = self.module(made)
         if _places_in(made) != before:
             # the caller sees that, and a later epoch may read it; a micro-batch is a copy
             raise UnprovedError("the model changes the containers of its batch")
         if follower.why_unused is not None:
             raise UnprovedError(follower.why_unused)
-        _judge(result, self._reduction, follower)
+        _judge(result, self.reduction, follower)
         if follower.reason is not None:  # the model caught the error
             raise UnprovedError(follower.reason)
 

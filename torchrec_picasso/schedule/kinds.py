@@ -20,19 +20,14 @@ OF_BATCH = ("", " of the next batch", " of the batch after")
 
 @dataclass(frozen=True)
 class Op:
-    """One operation of a step.
-
-    Args:
-        kind: Kind of the operation, one of :data:`KINDS`, else PlanError.
-        batch: 0 = the batch of this step, 1 = the next, 2 = the batch after that.
-        index: Index of the micro-batch or chunk; ``None`` = the whole batch.
-        wave: Wave of packs; ``None`` = all packs.
-    """
+    """One operation of a step; PlanError if no kind has its name."""
 
     kind: str
     batch: int = THIS
     index: int | None = None
+    """Index of the micro-batch or chunk; ``None`` = the whole batch."""
     wave: int | None = None
+    """Wave of packs; ``None`` = all packs."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -12,7 +12,7 @@ exchange of gradients overlaps with the rest of backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.embedding_types import BaseEmbeddingLookup, GroupedEmbeddingConfig
 from torchrec.distributed.types import Awaitable, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -116,7 +116,7 @@ def layout_of(features: Any) -> RowLayout:
     return layout
 
 
-class _HotColdLookup:
+class _HotColdLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]):
     """Drives one module's rows from TorchRec's forward and the autograd engine's backward.
 
     Shared by pooled and sequence lookups, which keep the packs' kernels.
@@ -124,9 +124,6 @@ class _HotColdLookup:
     TorchRec's lookup makes one kernel per pack with tables that this rank saves. A row-wise table
     is saved by every rank, with or without rows there; a table of one home rank only by that rank.
     """
-
-    _emb_modules: Any
-    optim_state_tracker_fn: Callable[[MicroBatchRows], None] | None
 
     def __init__(self, configs: Sequence[GroupedEmbeddingConfig], group: RowGroup) -> None:
         self._group = group
@@ -140,9 +137,7 @@ class _HotColdLookup:
         self._storages = [rows for rows, saved in zip(group.storages, saved_P) if saved]
         pairs = zip(configs, saved_P)
         kept = [replace(config, embedding_tables=saved) for config, saved in pairs if saved]
-        super().__init__(  # type: ignore[call-arg]
-            grouped_configs=kept, device=group.device, pg=group.ranks.pg
-        )
+        super().__init__(grouped_configs=kept, device=group.device, pg=group.ranks.pg)
 
     def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *_: object) -> BaseEmbedding:
         return HotColdKernel(config, self._storages[len(self._emb_modules)], self._group.ranks)

@@ -28,12 +28,7 @@ _POOLED_BY_PARTS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.val
 
 
 class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCollection):
-    """TorchRec's sharded module with one more way to shard a table.
-
-    Tables whose plan carries :class:`HotColdParams` form one group with one packed unique
-    exchange; all other tables take TorchRec's own path. Names, state dict and fused optimizer
-    are TorchRec's.
-    """
+    """TorchRec's sharded module with one more way to shard a table, see :class:`.HotColdModule`."""
 
     def __init__(self, module: EmbeddingBagCollectionInterface, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)

@@ -31,12 +31,7 @@ from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
 
 class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollection):
-    """TorchRec's sharded module with one more way to shard a table.
-
-    Tables whose plan carries :class:`HotColdParams` form one group with one packed unique
-    exchange, in which a row travels once for any number of lookups in the batch; all other tables
-    take TorchRec's own path. Names, state dict and fused optimizer are TorchRec's.
-    """
+    """TorchRec's sharded module with one more way to shard a table, see :class:`.HotColdModule`."""
 
     def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)

@@ -11,12 +11,13 @@ training loop.
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -41,7 +42,7 @@ def _tracker_shared_with_copies(name: str) -> Any:
 
     # TorchRec sets trackers before and after the copy of a module; copies share the dictionary
     def trackers_of(module: HotColdModule) -> dict[str, Any]:
-        return vars(module).setdefault("_tracked", {})
+        return module.__dict__.setdefault("_tracked", {})
 
     def read(module: HotColdModule) -> Callable[..., None] | None:
         return trackers_of(module).get(name)
@@ -52,31 +53,26 @@ def _tracker_shared_with_copies(name: str) -> Any:
     return property(read, write)
 
 
-class HotColdModule(ABC):
+class HotColdModule(ShardedEmbeddingModule):
     """A sharded module of TorchRec's in which tables with :class:`HotColdParams` are hot/cold.
+
+    These tables form one group with one packed unique exchange, in which a row travels once for any
+    number of lookups in the batch; all other tables take TorchRec's own path. Names, state dict and
+    fused optimizer are TorchRec's.
 
     ``table_shardings``, ``with_shardings`` and ``join`` differ between pooled and sequence modules.
     """
 
     _has_uninitialized_input_dist: bool
-    _create_input_dist: Callable[..., None]
     _is_checked = False
     """Whether hot/cold tables look up the same features and report malformed ones to all ranks."""
-    module_sharding_plan: Any
-    preprocess_input: Callable[..., Any]
-    create_context: Callable[[], Any]
-    compute_and_output_dist: Callable[..., Any]
-    _lookups: list[Any]
-    _sharding_types: list[str]
-    _features_order: list[int]
-    get_buffer: Callable[[str], Tensor]
 
     @classmethod
     def create_grouped_sharding_infos(
         cls, *args: Any, **kwargs: Any
     ) -> dict[str, list[EmbeddingShardingInfo]]:
         """Groups tables by sharding type; hot/cold tables are a group of their own."""
-        stock_groups = super().create_grouped_sharding_infos(*args, **kwargs)  # type: ignore[misc]
+        stock_groups = super().create_grouped_sharding_infos(*args, **kwargs)
         groups: dict[str, list[EmbeddingShardingInfo]] = {}
         for sharding_type, infos in stock_groups.items():
             for info in infos:
@@ -148,7 +144,7 @@ class HotColdModule(ABC):
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """TorchRec's forward, outside compiled graphs. Collective."""
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return super().forward(*args, **kwargs)
 
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Replaces malformed features, then starts TorchRec's input dist. Collective."""
@@ -156,7 +152,7 @@ class HotColdModule(ABC):
             features = valid_features(maybe_td_to_kjt(features, None))
             for sharding in self.hot_cold_shardings:
                 sharding.request_dist.validated = [features]
-        return super().input_dist(ctx, features)  # type: ignore[misc]
+        return super().input_dist(ctx, features)
 
     post_lookup_tracker_fn = _tracker_shared_with_copies("lookup")
     """The function that TorchRec calls after a lookup."""
@@ -168,7 +164,7 @@ class HotColdModule(ABC):
         for sharding, lookup in zip(self.table_shardings(), self._lookups):
             if isinstance(sharding, HotColdEmbeddingSharding):
                 record_fn = lookup_tracker(record_fn, sharding.group, list(lookup._emb_modules))
-        super().register_post_lookup_tracker_fn(record_fn)  # type: ignore[misc]
+        super().register_post_lookup_tracker_fn(record_fn)
 
     @property
     def group(self) -> RowGroup:

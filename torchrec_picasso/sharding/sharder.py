@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder, KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
     EmbeddingBagCollectionSharder,
@@ -30,15 +30,13 @@ from torchrec_picasso.sharding.sharded_ec import ShardedHotColdEmbeddingCollecti
 from torchrec_picasso.storage.exactness import why_not_its_rows
 
 
-class _HotColdSharder:
+class _HotColdSharder(BaseEmbeddingSharder):
     """Shards a collection of tables into this package's module; beside TorchRec's sharder."""
 
     supports_hot_cold = True
     """For the planner: tables of this sharder's modules may be hot/cold."""
     sharded_module_type: Any
     """The class of the sharded module."""
-    fused_params: dict[str, Any] | None
-    qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None
 
     def shard(
         self,

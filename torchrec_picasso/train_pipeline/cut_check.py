@@ -41,7 +41,6 @@ from torchrec_picasso.exchange.agreement import agree_on
 from torchrec_picasso.proof.comparison import (
     State,
     StillRandomness,
-    Tolerance,
     difference_of,
     difference_of_outputs,
     difference_of_states,
@@ -134,20 +133,20 @@ class _RunResult:
     output: Any
     state: State
 
-    def difference(self, parts: _RunResult, tolerance: Tolerance, cut: _Cut) -> str | None:
+    def difference(self, parts: _RunResult, eps: float, cut: _Cut) -> str | None:
         """Describes the first difference in gradients, loss, state or outputs. The outputs of a
         torn batch are in another order and not compared."""
         for (name, one), (_, other) in zip(self.tensors, parts.tensors):
             if one is not None and other is not None:
-                found = difference_of(one.to_dense(), other.to_dense(), tolerance)
+                found = difference_of(one.to_dense(), other.to_dense(), eps)
             else:
                 found = None if one is other else "is there in one of the two only"
             if found is not None:
                 return f"{name} {found}"
-        found = difference_of_states(self.state, parts.state, tolerance)
+        found = difference_of_states(self.state, parts.state, eps)
         if found is not None or not cut.is_in_order:
             return found
-        return difference_of_outputs(self.output, parts.output, tolerance)
+        return difference_of_outputs(self.output, parts.output, eps)
 
 
 @dataclass
@@ -242,8 +241,8 @@ class CutEvidence:
                 )
             whole = whole or run
             # of the coarsest number format that the runs used
-            tolerance = Tolerance(max(still.coarsest, _TENSOR_FLOAT if shortened else 0.0))
-            found = whole.difference(run, tolerance, cut)
+            eps = max(still.coarsest, _TENSOR_FLOAT if shortened else 0.0)
+            found = whole.difference(run, eps, cut)
             if found is not None:
                 return f"{way} {found}. {_ADVICE}"
         return None

@@ -15,8 +15,8 @@ import torch
 from torchrec.distributed.types import LazyAwaitable, LazyNoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_picasso.batches.feed import PreparedBatch
 from torchrec_picasso.batches.join import join_outputs
-from torchrec_picasso.batches.prepared import PreparedBatch
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.rows.batch_rows import MicroBatchRows
 from torchrec_picasso.rows.group import RowGroup

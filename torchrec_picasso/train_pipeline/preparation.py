@@ -23,7 +23,7 @@ from torchrec_picasso._torchrec import (
     GetItemArgInfoStep,
     NoopArgInfoStep,
 )
-from torchrec_picasso.batches.prepared import PreparedBatch
+from torchrec_picasso.batches.feed import PreparedBatch
 from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.ops.id_reader import IdReader, PreparedIds
 from torchrec_picasso.ops.ids import IdSpace, PackedTable
