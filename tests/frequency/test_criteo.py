@@ -13,9 +13,9 @@ from torchrec_picasso.frequency.counts import LookupCounter
 
 # Criteo Terabyte as published, large tables cut to 40 million rows (MLPerf DLRM v1)
 ROWS = """39884406 39043 17289 7420 20263 3 7120 1543 63 38532951 2953546 403346 10 2208 11938 155 4
-976 14 39979771 25641295 39664984 585935 12972 108 36""".split()
+976 14 39979771 25641295 39664984 585935 12972 108 36"""
 BATCH_SIZE = 4096
-TABLES = {f"t_c{i + 1}": int(rows) for i, rows in enumerate(ROWS)}
+TABLES = {f"t_c{i + 1}": int(rows) for i, rows in enumerate(ROWS.split())}
 
 
 @cache
