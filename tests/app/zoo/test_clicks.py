@@ -289,13 +289,16 @@ NUM_LOGGED, LOG_WINDOW, NUM_USERS = 900, 150, 12
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Clicks whose article is their place in the file, in two row groups."""
+    users = np.random.default_rng(1).integers(0, NUM_USERS, NUM_LOGGED)
+    return globo_log(tmp_path_factory, np.arange(NUM_LOGGED) // 3, user=users)
+
+
+def globo_log(folders: pytest.TempPathFactory, ts_ms: np.ndarray, **columns: np.ndarray) -> Path:
+    """Clicks at given times whose article is their place in the file, in row groups of 500."""
     rng = np.random.default_rng(1)
-    frame = pd.DataFrame({column: rng.integers(0, 9, NUM_LOGGED) for column in globo.COLUMNS})
-    frame["ts_ms"] = np.arange(NUM_LOGGED) // 3
-    frame["article"] = np.arange(NUM_LOGGED)
-    frame["user"] = rng.integers(0, NUM_USERS, NUM_LOGGED)
-    path: Path = tmp_path_factory.mktemp("globo") / "log.parquet"
+    frame = pd.DataFrame({column: rng.integers(0, 9, len(ts_ms)) for column in globo.COLUMNS})
+    frame = frame.assign(ts_ms=ts_ms, article=np.arange(len(ts_ms)), **columns)
+    path: Path = folders.mktemp("globo") / "log.parquet"
     frame.to_parquet(path, row_group_size=500)
     return path
 
