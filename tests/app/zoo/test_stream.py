@@ -135,29 +135,6 @@ def test_a_candidate_sees_no_other_and_a_click_no_later_one() -> None:
     assert found[lengths == 0].equal(logits[lengths == 0])
 
 
-def test_a_candidate_alone_has_the_result_it_has_beside_others() -> None:
-    model, batch = on_cpu(build("hstu")), batch_of("hstu", 0)
-    logits, _ = _run(model, batch)
-    features = batch.sparse_features.to_dict()
-    lists = {name: column.to_dense() for name, column in features.items()}
-    model.head.model.num_candidates = 1
-    for place in range(3):
-        alone = {
-            name: [ids[place : place + 1] for ids in column]
-            if name in ("item", "category", "item_user")
-            else column
-            for name, column in lists.items()
-        }
-        joined = [ids for column in alone.values() for ids in column]
-        found = type(batch.sparse_features)(
-            keys=list(alone),
-            values=torch.cat(joined),
-            lengths=torch.tensor([len(ids) for ids in joined]),
-        )
-        one = Batch(batch.dense_features, found, batch.labels[:, place : place + 1])
-        torch.testing.assert_close(_run(model, one)[0][:, 0], logits[:, place])
-
-
 def test_times_count_by_powers_of_two_between_clicks() -> None:
     model, batch = on_cpu(build("hstu")), batch_of("hstu", 0)
     history, hstu = batch.sparse_features[HISTORIES[0]], model.head.model
