@@ -136,96 +136,49 @@ STAMPS: dict[str, set[str]] = {
 OF_PYTHON = {*("_SubParsersAction", "_exit", "_fields", "_getframe", "_lru_cache_wrapper", "_make")}
 
 SIGNATURES: dict[str, str] = {
-    "BaseEmbedding.forward": "features",
-    "BaseEmbeddingDist.forward": "local_embs, sharding_ctx",
-    "BaseEmbeddingSharder.__init__": (
-        "fused_params, qcomm_codecs_registry, sharded_module_order_overwrite"
-    ),
-    "BaseEmbeddingSharder.sharding_types": "compute_device_type",
-    "BaseArgInfoStep.process": "arg",
+    "BaseEmbedding.__init__": "",
     "BaseRwEmbeddingSharding.__init__": (
         "sharding_infos, env, device, need_pos, qcomm_codecs_registry, "
         "device_type_from_sharding_infos"
     ),
-    "BaseRwEmbeddingSharding._shard": "sharding_infos",
-    "BaseTwEmbeddingSharding._shard": "sharding_infos",
-    "BaseSparseFeaturesDist.forward": "sparse_features",
     "CacheParams.__init__": (
         "algorithm, load_factor, reserved_memory, precision, prefetch_pipeline, stats, "
         "multipass_prefetch_config"
     ),
-    "EmbeddingBagCollectionSharder.shard": "module, params, env, device, module_fqn",
-    "EmbeddingCollectionSharder.shard": "module, params, env, device, module_fqn",
     "EmbeddingEnumerator.__init__": (
         "topology, batch_size, constraints, estimator, use_exact_enumerate_order"
     ),
-    "EmbeddingEnumerator.enumerate": "module, sharders",
-    "EmbeddingEnumerator.populate_estimates": "sharding_options",
     "EmbeddingFusedOptimizer.__init__": (
         "config, emb_module, pg, create_for_table, param_weight_for_table, "
         "embedding_weights_by_table, all_optimizer_states"
     ),
-    "EmbeddingSharding.create_input_dist": "device",
-    "EmbeddingSharding.create_lookup": "device, fused_params, feature_processor",
-    "EmbeddingSharding.create_output_dist": "device",
-    "EmbeddingShardingPlanner.collective_plan": "module, sharders, pg",
-    "EmbeddingShardingPlanner.plan": "module, sharders",
-    "FeatureProcessedEmbeddingBagCollectionSharder.__init__": "ebc_sharder, qcomm_codecs_registry",
-    "FeatureProcessedEmbeddingBagCollectionSharder.shard": (
-        "module, params, env, device, module_fqn"
-    ),
     "GroupedEmbeddingsLookup.__init__": "grouped_configs, pg, device, env",
     "GroupedEmbeddingsLookup._create_embedding_kernel": "config, pg, device, env",
-    "GroupedEmbeddingsLookup.forward": "sparse_features",
-    "GroupedEmbeddingsLookup.register_optim_state_tracker_fn": "record_fn",
     "GroupedPooledEmbeddingsLookup.__init__": (
         "grouped_configs, device, pg, feature_processor, scale_weight_gradients, sharding_type, env"
     ),
     "GroupedPooledEmbeddingsLookup._create_embedding_kernel": (
         "config, device, pg, sharding_type, env"
     ),
-    "GroupedPooledEmbeddingsLookup.forward": "sparse_features",
-    "GroupedPooledEmbeddingsLookup.register_optim_state_tracker_fn": "record_fn",
-    "KeyedJaggedTensor.permute": "indices, indices_tensor",
-    "KeyedJaggedTensor.record_stream": "stream",
-    "KeyedJaggedTensor.split": "segments",
     "KeyedJaggedTensor.to_dict": "compute_offsets",
-    "Multistreamable.record_stream": "stream",
+    "LazyAwaitable.__init__": "",
     "Pipelineable.to": "device, non_blocking",
     "PipelinedForward.__call__": "*input, **kwargs",
-    "Proposer.feedback": "partitionable, plan, perf_rating, storage_constraint",
-    "Proposer.load": "search_space, enumerator",
     "ShardedEmbeddingBagCollection.__init__": (
         "module, table_name_to_parameter_sharding, env, fused_params, device, "
         "qcomm_codecs_registry, module_fqn, sharded_module_order_overwrite"
-    ),
-    "ShardedEmbeddingBagCollection.create_embedding_bag_sharding": (
-        "sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry"
     ),
     "ShardedEmbeddingBagCollection.create_grouped_sharding_infos": (
         "module, table_name_to_parameter_sharding, prefix, fused_params, suffix"
     ),
     "ShardedEmbeddingBagCollection._create_inverse_indices_permute_indices": "inverse_indices",
-    "ShardedEmbeddingBagCollection._create_input_dist": "input_feature_names",
-    "ShardedEmbeddingBagCollection.compute_and_output_dist": "ctx, input",
-    "ShardedEmbeddingBagCollection.input_dist": "ctx, features",
     "ShardedEmbeddingBagCollection.update_shards": "changed_sharding_params, env, device",
-    "ShardedFeatureProcessedEmbeddingBagCollection.input_dist": "ctx, features",
-    "ShardedFeatureProcessedEmbeddingBagCollection.preprocess_input": "args, kwargs",
     "ShardedEmbeddingCollection.__init__": (
         "module, table_name_to_parameter_sharding, env, fused_params, device, "
         "qcomm_codecs_registry, use_index_dedup, module_fqn"
     ),
-    "ShardedEmbeddingCollection.compute_and_output_dist": "ctx, input",
-    "ShardedEmbeddingCollection.input_dist": "ctx, features",
-    "ShardedEmbeddingModule.register_post_lookup_tracker_fn": "record_fn",
     "ShardedModule.forward": "*input, **kwargs",
     "ShardedModule.input_dist": "ctx, *input, **kwargs",
-    "ModuleSharder.shard": "module, params, env, device, module_fqn",
-    "BaseEmbeddingLookup.forward": "sparse_features",
-    "ShardedEmbeddingCollection.create_embedding_sharding": (
-        "sharding_type, sharding_infos, env, device, qcomm_codecs_registry"
-    ),
     "ShardedEmbeddingCollection.create_grouped_sharding_infos": (
         "module, table_name_to_parameter_sharding, fused_params"
     ),
@@ -236,15 +189,12 @@ SIGNATURES: dict[str, str] = {
         "clear_data_dist_inputs" + ("" if IS_1_8 else ", async_inplace_copy")
     ),
     "TrainPipelineSparseDist._backward": "losses",
-    "TrainPipelineSparseDist.attach": "model, sparse_dist",
     "TrainPipelineSparseDist.copy_batch_to_gpu": "dataloader_iter",
     "TrainPipelineSparseDist.inplace_copy_batch_to_gpu": "dataloader_iter",
-    "TrainPipelineSparseDist.progress": "dataloader_iter",
-    "TrainPipelineSparseDist.register_backward_hook": "site, work",
     "TrainPipelineSparseDist.wait_sparse_data_dist": "context",
 }
-"""Parameters of TorchRec's methods that we replace, call from a replacement, or call at all; those
-that are not here have none."""
+"""Parameters of TorchRec's methods that we replace by others, call from a replacement, or call at
+all; those that are not here have the replacement's, or none."""
 
 FUNCTIONS: dict[str, str] = {
     "append_prefix": "prefix, name",
@@ -372,12 +322,12 @@ def _module(path: str) -> Any:
 
 
 def test_overridden_methods_have_their_parameters() -> None:
-    wrong = [
-        f"{use}: expected ({expected}), TorchRec has ({upstream.parameters_of(function)})"
-        for use, function in upstream.overrides()
-        if (expected := SIGNATURES.get(f"{use.owner}.{use.name}", ""))
-        != upstream.parameters_of(function)
-    ]
+    wrong = []
+    for use, theirs, ours in upstream.overrides():
+        own = upstream.parameters_of(ours) if ours is not None else ""
+        expected = SIGNATURES.get(f"{use.owner}.{use.name}", own)
+        if (found := upstream.parameters_of(theirs)) != expected:
+            wrong.append(f"{use}: expected ({expected}), TorchRec has ({found})")
     assert not wrong, "\n".join(wrong)
 
 

@@ -184,20 +184,15 @@ ALIMAMA_TARGETS = ["cate_id", "brand"]
 NUM_CLICKS = 400
 
 
-def globo_frame(num_clicks: int = NUM_CLICKS, num_users: int = 20) -> pd.DataFrame:
+@pytest.fixture
+def globo_file(tmp_path: Path) -> Path:
     """Clicks of few users on few articles, in a file that is not sorted by time."""
-    rng = np.random.default_rng(0)
-    frame = pd.DataFrame({column: rng.integers(5, size=num_clicks) for column in globo.COLUMNS})
-    frame["ts_ms"] = rng.permutation(num_clicks)
-    frame["user"] = rng.integers(num_users, size=num_clicks)
-    frame["article"] = rng.zipf(1.5, num_clicks) % 50
-    return frame
-
-
-@pytest.fixture(scope="module")
-def globo_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("globo") / "clicks.parquet"
-    globo_frame().to_parquet(path)
+    rng, path = np.random.default_rng(0), tmp_path / "clicks.parquet"
+    frame = pd.DataFrame({column: rng.integers(5, size=NUM_CLICKS) for column in globo.COLUMNS})
+    frame["ts_ms"] = rng.permutation(NUM_CLICKS)
+    frame["user"] = rng.integers(20, size=NUM_CLICKS)
+    frame["article"] = rng.zipf(1.5, NUM_CLICKS) % 50
+    frame.to_parquet(path)
     return path
 
 

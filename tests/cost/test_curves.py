@@ -124,16 +124,6 @@ def test_exchanges_inside_and_across_hosts_are_measured_where_there_are_several(
     assert sent["row_exchange"] == (3 << 10, 12 << 10)
 
 
-def test_fields_of_earlier_files_are_left_out(tmp_path: Path) -> None:
-    path, curves = tmp_path / "curves.json", CommCurves.assumed(2, gbytes_per_s=1.0)
-    curves.to_json(path)
-    document = json.loads(path.read_text())
-    document["levels"] = {"intra_host": document["collectives"]}
-    document["local"]["stock"]["forward"] |= {"median_error": 0.1, "worst_error": 0.2}
-    path.write_text(json.dumps(document))
-    assert CommCurves.from_json(path) == curves
-
-
 def test_a_mismatch_names_both_sides() -> None:
     curves = CommCurves.assumed(2, gbytes_per_s=1.0, backend="nccl", device="cuda")
     assert curves.mismatch(world_size=2, device="cuda") is None
@@ -212,8 +202,11 @@ def test_curves_keep_the_dense_part_and_older_files_have_none(tmp_path: Path) ->
         CommCurves.assumed(2, gbytes_per_s=1.0), dense=dense, wire_core_ns=0.7
     )
     curves.to_json(path)
-    assert CommCurves.from_json(path) == curves
     document = json.loads(path.read_text())
+    document["levels"] = {"intra_host": document["collectives"]}
+    document["local"]["stock"]["forward"] |= {"median_error": 0.1, "worst_error": 0.2}
+    path.write_text(json.dumps(document))
+    assert CommCurves.from_json(path) == curves  # fields of earlier releases are left out
     del document["dense"], document["wire_core_ns"]
     for side in ("hot_cold", "stock"):
         del document["local"][side]["step_ms"]
@@ -227,15 +220,9 @@ def test_curves_keep_the_dense_part_and_older_files_have_none(tmp_path: Path) ->
     assert dataclasses.replace(older, device="cuda").core_ns_per_byte == 0.0
 
 
-def test_missing_parts_and_places_are_named(tmp_path: Path) -> None:
+def test_missing_files_and_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(PicassoError, match="there is no curves file"):
         CommCurves.from_json(tmp_path / "none.json")
     curves = CommCurves.assumed(2, gbytes_per_s=1.0)
     with pytest.raises(PicassoError, match="there is no folder"):
         curves.to_json(tmp_path / "none" / "curves.json")
-    document = {"format_version": 1, **dataclasses.asdict(curves)}
-    del document["collectives"]["all_reduce"]
-    path = tmp_path / "curves.json"
-    path.write_text(json.dumps(document))
-    with pytest.raises(PicassoError, match="curves of all_reduce are missing"):
-        CommCurves.from_json(path)

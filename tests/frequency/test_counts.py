@@ -134,15 +134,6 @@ def test_beyond_the_budget_misra_and_gries_hold(chunks: list[list[int]], max_row
     assert (not counts.max_undercount) == (len(true) <= max_rows)
 
 
-@pytest.mark.usefixtures("small_folds")
-@given(STREAM, STREAM, st.sampled_from([NUM_IDS, HUGE]))
-def test_ranks_that_merge_know_what_one_pass_knows(
-    mine: list[list[int]], theirs: list[list[int]], num_embeddings: int
-) -> None:
-    ranks = [counted(chunks, num_embeddings) for chunks in (mine, theirs)]
-    assert ranks[0].merge(ranks[1]) == counted([*mine, *theirs], num_embeddings)
-
-
 @pytest.mark.parametrize("num_embeddings", [1 << 41, None])
 def test_ids_beyond_32_bits_are_counted(num_embeddings: int | None) -> None:
     counts = counted([[1 << 40, 3], [1 << 40]], num_embeddings)

@@ -231,18 +231,8 @@ SOME = samples.make_stats(samples.ROWS, {"large": {4: 4, 30: 1}, "small": {0: 2}
 METADATA_KEY = b"torchrec_picasso.frequency_stats"
 
 
-@given(samples.stats_of(samples.ROWS))
-def test_round_trip(stats: FrequencyStats) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "stats.parquet"
-        stats.to_parquet(path)
-        read = FrequencyStats.from_parquet(str(path))
-    assert read == stats
-    assert list(read.tables) == list(stats.tables)
-
-
 @given(samples.chunks_of(40), st.integers(1, 50))
-def test_heavy_hitters_make_the_round_trip_too(chunks: list[list[int]], max_rows: int) -> None:
+def test_round_trip(chunks: list[list[int]], max_rows: int) -> None:
     tables = {
         "heavy": samples.counted(chunks, samples.HUGE, max_rows_counted=max_rows),
         "exact": samples.counted(chunks, 40),
@@ -251,7 +241,9 @@ def test_heavy_hitters_make_the_round_trip_too(chunks: list[list[int]], max_rows
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stats.parquet"
         stats.to_parquet(path)
-        assert FrequencyStats.from_parquet(path) == stats
+        read = FrequencyStats.from_parquet(str(path))
+    assert read == stats
+    assert list(read.tables) == list(stats.tables)
 
 
 def test_no_tables_at_all(tmp_path: Path) -> None:

@@ -136,11 +136,6 @@ def test_merge_adds_counts_and_commutes(one: FrequencyStats, two: FrequencyStats
         assert (merged.tables[name].rows_U.diff() > 0).all()
 
 
-@given(STATS, STATS, STATS)
-def test_merge_is_associative(a: FrequencyStats, b: FrequencyStats, c: FrequencyStats) -> None:
-    assert a.merge(b).merge(c) == a.merge(b.merge(c))
-
-
 def test_merge_unites_tables() -> None:
     one, two = make_stats({"a": 3}, {"a": {0: 1}}), make_stats({"b": 4}, {"b": {3: 2}})
     merged = one.merge(two)
@@ -275,24 +270,6 @@ def test_numbers_per_table_are_exact(stats: FrequencyStats, small: int, large: i
     for name, count in asked.items():
         assert flat({name: chosen[name]}) == plain_choice(stats, [name], count)
         assert (chosen[name].diff() > 0).all()
-
-
-@given(STATS, st.integers(1, ALL_ROWS))
-def test_a_larger_total_keeps_the_rows(stats: FrequencyStats, total: int) -> None:
-    fewer = flat(select_hot_rows(ROWS, total - 1, stats))
-    assert set(fewer) < set(flat(select_hot_rows(ROWS, total, stats)))
-
-
-def test_a_mapping_leaves_other_tables_out() -> None:
-    chosen = select_hot_rows(ROWS, {"large": 2})
-    assert {name: rows.tolist() for name, rows in chosen.items()} == {"large": [0, 1]}
-    assert select_hot_rows(ROWS, {}) == {}
-
-
-def test_zero_needs_no_statistics() -> None:
-    chosen = select_hot_rows(ROWS, 0)
-    assert {name: rows.tolist() for name, rows in chosen.items()} == {"small": [], "large": []}
-    assert all(rows.dtype == torch.int64 for rows in chosen.values())
 
 
 def test_numpys_integers_are_integers() -> None:

@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.rank_load import by_frequency, measure, plan, read_columns
-from tests.frequency.test_criteo import FEATURES, ROWS
-from torchrec_picasso.app.zoo.data.criteo import hash_ids
-from torchrec_picasso.app.zoo.data.criteo_files import read_criteo
+from tests.frequency.test_criteo import half_counted
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.stock import over_mean
 from torchrec_picasso.cost.table_work import TableLoad
@@ -158,24 +156,6 @@ def test_bounded_counts_cut_homes_too(exponent: float) -> None:
 
 
 BATCH_SIZE = 4096
-SIZES = np.array(ROWS.split(), dtype=np.int64)
-
-
-@pytest.fixture(scope="module")
-def halves(criteo_path: Path) -> tuple[np.ndarray, np.ndarray]:
-    ids_NF = np.concatenate([chunk.ids_NF for chunk in read_criteo(criteo_path)])
-    rows_NF = hash_ids(ids_NF, SIZES)
-    return rows_NF[: len(rows_NF) // 2], rows_NF[len(rows_NF) // 2 :]
-
-
-@pytest.fixture(scope="module")
-def stats(halves: tuple[np.ndarray, np.ndarray]) -> FrequencyStats:
-    tables = {}
-    for column, (name, rows) in enumerate(zip(FEATURES, SIZES.tolist())):
-        counter = LookupCounter(ModelTable(name=name, num_embeddings=rows, feature_names=(name,)))
-        counter.add(halves[0][:, column])
-        tables[name] = counter.result()
-    return FrequencyStats(tables=tables, num_samples=len(halves[0]))
 
 
 def _decided(stats: FrequencyStats, world_size: int, num_hot: int) -> Decision:
@@ -201,17 +181,16 @@ def _decided(stats: FrequencyStats, world_size: int, num_hot: int) -> Decision:
 @pytest.mark.data
 @pytest.mark.parametrize("num_hot", [0, 5_000])
 @pytest.mark.parametrize("world_size", [2, 4, 8, 16, 32, 64])
-def test_homes_are_asked_for_evenly(
-    world_size: int, num_hot: int, halves: tuple[np.ndarray, np.ndarray], stats: FrequencyStats
-) -> None:
+def test_homes_are_asked_for_evenly(world_size: int, num_hot: int, criteo_path: Path) -> None:
+    stats, later_NF = half_counted(criteo_path)
     decision = _decided(stats, world_size, num_hot)
     assert decision.homes.max_over_mean <= 1.1
     incoming_W = np.zeros(world_size)
-    num_batches = len(halves[1]) // BATCH_SIZE
+    num_batches = len(later_NF) // BATCH_SIZE
     for column, placement in enumerate(decision.placements):
         ends_W = np.cumsum(decision.block_rows[column])
         hot = placement.hot_rows.numpy()
-        for batch in np.split(halves[1][: num_batches * BATCH_SIZE, column], num_batches):
+        for batch in np.split(later_NF[: num_batches * BATCH_SIZE, column], num_batches):
             cold = np.setdiff1d(batch, hot)
             homes = np.searchsorted(ends_W, cold, side="right")
             incoming_W += np.bincount(homes, minlength=world_size)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
-from tests.proof.models import Head, given_tables, make_batch, proved
+from tests.proof.models import Head, make_batch, proved
 from torchrec_picasso.proof.proof import prove
 
 SCALE = 1.0
@@ -127,13 +127,6 @@ def test_a_guard_begins_again() -> None:
     assert again.changed(batch) is None
     model.head.late = False
     assert again.changed() is not None
-
-
-def test_a_change_is_proved_anew() -> None:
-    model, _, batch = proved(Watched())
-    model.head.late = True
-    reason = prove(model, batch, given_tables(model, batch.sparse_features)).reason
-    assert "computes over the batch" in str(reason)
 
 
 class Pair(NamedTuple):

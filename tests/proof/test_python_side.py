@@ -29,8 +29,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torchrec.datasets.utils import Batch
 
-from tests.proof import models
 from tests.proof.models import (
+    HIDDEN,
+    NUM_DENSE,
     Head,
     Model,
     doing,
@@ -106,29 +107,29 @@ class _AddsInBackward(torch.autograd.Function):
         return grad + 1
 
 
-class _ClassCount(models.Head):
+class _ClassCount(Head):
     num_calls = 0
     seen: ClassVar[list[Tensor]] = []
 
 
-def _global_counter(head: models.Head, out: Tensor, batch: Batch) -> Tensor:
+def _global_counter(head: Head, out: Tensor, batch: Batch) -> Tensor:
     global NUM_CALLS
     NUM_CALLS += 1
     return out.mean()
 
 
-def _function_attribute(head: models.Head, out: Tensor, batch: Batch) -> Tensor:
+def _function_attribute(head: Head, out: Tensor, batch: Batch) -> Tensor:
     function = _tally
     function.calls = 1
     return out.mean()
 
 
-def _default(head: models.Head, out: Tensor, batch: Batch, seen: list[int] = []) -> Tensor:  # noqa: B006
+def _default(head: Head, out: Tensor, batch: Batch, seen: list[int] = []) -> Tensor:  # noqa: B006
     seen.append(1)
     return out.mean()
 
 
-def _local_import(head: models.Head, out: Tensor, batch: Batch) -> Tensor:
+def _local_import(head: Head, out: Tensor, batch: Batch) -> Tensor:
     import random as drawn
 
     return out.mean() * drawn.random()
@@ -144,7 +145,7 @@ def _keeps(head: Any, out: Tensor, batch: Batch) -> Tensor:
     return out.mean()
 
 
-def _counts_class(head: models.Head, out: Tensor, batch: Batch) -> Tensor:
+def _counts_class(head: Head, out: Tensor, batch: Batch) -> Tensor:
     type(head).num_calls += 1  # type: ignore[attr-defined]
     return out.mean()
 
@@ -154,30 +155,30 @@ def _notes_class(head: Any, out: Tensor, batch: Batch) -> Tensor:
     return out.mean()
 
 
-def _catches(head: models.Head, out: Tensor, batch: Batch) -> Tensor:
+def _catches(head: Head, out: Tensor, batch: Batch) -> Tensor:
     try:
         return out.mean() if out[0] > 0 else 2 * out.mean()
     except Exception:
         return out.mean()
 
 
-def _hooked(head: models.Head, out: Tensor, batch: Batch) -> Tensor:
+def _hooked(head: Head, out: Tensor, batch: Batch) -> Tensor:
     out.register_hook(lambda grad: grad.clamp(-1, 1))
     return out.mean()
 
 
-def _saves_elsewhere(head: models.Head, out: Tensor, batch: Batch) -> Tensor:
+def _saves_elsewhere(head: Head, out: Tensor, batch: Batch) -> Tensor:
     with torch.autograd.graph.saved_tensors_hooks(lambda of: of, lambda of: of):
         return (out**2).mean()
 
 
-def _communicates(head: models.Head, out: Tensor, batch: Batch) -> Tensor:
+def _communicates(head: Head, out: Tensor, batch: Batch) -> Tensor:
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
     return out.mean()
 
 
-def _calls_back(head: models.Head, out: Tensor, batch: Batch) -> Tensor:
+def _calls_back(head: Head, out: Tensor, batch: Batch) -> Tensor:
     def distance(one: Tensor, other: Tensor) -> Tensor:
         CALLS.append(1)
         return (one - other).abs().sum(dim=1)
@@ -234,11 +235,11 @@ def _writes_globals(head: Any, out: Tensor, batch: Batch) -> Tensor:
 
 _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "global counter": (_global_counter, "writes the global NUM_CALLS"),
-    "global list": (models.doing(lambda head: CALLS.append(1)), "writes CALLS"),
-    "global method": (models.doing(lambda head: NOTE_CALL(1)), "writes NOTE_CALL"),
+    "global list": (doing(lambda head: CALLS.append(1)), "writes CALLS"),
+    "global method": (doing(lambda head: NOTE_CALL(1)), "writes NOTE_CALL"),
     "method of a global": (lambda head, out, batch: out.mean() * _TICK(), "writes _TICK.num_calls"),
-    "closure list": (models.doing(lambda head: _NOTE()), "writes seen"),
-    "closure counter": (models.doing(lambda head: _COUNT()), "variable num_calls"),
+    "closure list": (doing(lambda head: _NOTE()), "writes seen"),
+    "closure counter": (doing(lambda head: _COUNT()), "variable num_calls"),
     "function attribute": (_function_attribute, "writes .calls of another object"),
     "attribute of a weight": (_notes_on_weight, "writes .calls of another object"),
     "attribute of a method": (_adds_to_method, "writes .calls of another object"),
@@ -257,7 +258,7 @@ _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "random": (lambda head, out, batch: out.mean() * random.random(), "module random"),
     "NumPy": (lambda head, out, batch: out.mean() * np.random.rand(), "numpy.random"),
     "local import": (_local_import, "imports random"),
-    "seeds": (models.doing(lambda head: torch.manual_seed(0)), "torch.random"),
+    "seeds": (doing(lambda head: torch.manual_seed(0)), "torch.random"),
     "attribute": (_counts_itself, "head.num_calls"),
     "kept output": (_keeps, "head.last"),
     "caught": (_catches, "over the batch"),
@@ -281,44 +282,42 @@ _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
 @pytest.mark.parametrize("name", _IN_LOSS)
 def test_loss(name: str) -> None:
     loss, words = _IN_LOSS[name]
-    reason = models.prove_head(models.with_loss(loss)()).reason
+    reason = prove_head(with_loss(loss)()).reason
     assert words in str(reason)
     assert (NUM_CALLS, CALLS, vars(_tally), _default.__defaults__) == (0, [], {}, ([],))
 
 
-def _with(
-    name: str, value: Callable[[], Any], use: Callable[[Any, Tensor], Tensor]
-) -> type[models.Head]:
+def _with(name: str, value: Callable[[], Any], use: Callable[[Any, Tensor], Tensor]) -> type[Head]:
     def logits(head: Any, x: Tensor) -> Tensor:
-        return use(head, models.Head.logits(head, x))
+        return use(head, Head.logits(head, x))
 
     def init(head: Any) -> None:
-        models.Head.__init__(head)
+        Head.__init__(head)
         setattr(head, name, value())
 
-    return type("With", (models.Head,), {"__init__": init, "logits": logits})
+    return type("With", (Head,), {"__init__": init, "logits": logits})
 
 
-def _with_meter(meter: Callable[[], Any]) -> type[models.Head]:
+def _with_meter(meter: Callable[[], Any]) -> type[Head]:
     return _with("meter", meter, lambda head, out: out * head.meter.tick())
 
 
-def _with_layer(layer: Callable[[], nn.Module]) -> type[models.Head]:
+def _with_layer(layer: Callable[[], nn.Module]) -> type[Head]:
     def logits(head: Any, x: Tensor) -> Tensor:
         hidden = head.hidden(x)
         return head.over(hidden + head.layer(hidden)).squeeze(1)
 
     def init(head: Any) -> None:
-        models.Head.__init__(head)
+        Head.__init__(head)
         head.layer = layer()
 
-    return type("WithLayer", (models.Head,), {"__init__": init, "logits": logits})
+    return type("WithLayer", (Head,), {"__init__": init, "logits": logits})
 
 
 class _Looks(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.table = nn.Embedding(10, models.HIDDEN, **options)
+        self.table = nn.Embedding(10, HIDDEN, **options)
 
     def forward(self, value: Tensor) -> Tensor:
         return self.table((value[:, 0].sigmoid() * 9).long())
@@ -327,8 +326,8 @@ class _Looks(nn.Module):
 class _Follows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.slow = nn.Linear(models.HIDDEN, models.HIDDEN).requires_grad_(False)
-        self.fast = nn.Linear(models.HIDDEN, models.HIDDEN)
+        self.slow = nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
+        self.fast = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, value: Tensor) -> Tensor:
         with torch.no_grad():
@@ -339,7 +338,7 @@ class _Follows(nn.Module):
 class _Checkpointed(nn.Module):
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
-        self.inside, self._use_reentrant = nn.Linear(models.HIDDEN, models.HIDDEN), use_reentrant
+        self.inside, self._use_reentrant = nn.Linear(HIDDEN, HIDDEN), use_reentrant
 
     def forward(self, value: Tensor) -> Tensor:
         found: Tensor = checkpoint(self.inside, value, use_reentrant=self._use_reentrant)
@@ -349,7 +348,7 @@ class _Checkpointed(nn.Module):
 class _AttendsOverBatch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(models.HIDDEN, 2)
+        self.attention = nn.MultiheadAttention(HIDDEN, 2)
 
     def forward(self, value: Tensor) -> Tensor:
         steps = value[:, None]
@@ -357,18 +356,18 @@ class _AttendsOverBatch(nn.Module):
 
 
 def _hooked_linear() -> nn.Module:
-    layer = nn.Linear(models.HIDDEN, models.HIDDEN)
+    layer = nn.Linear(HIDDEN, HIDDEN)
     layer.register_forward_hook(lambda *given: None)
     return layer
 
 
 def _clamped_linear() -> nn.Module:
-    layer = nn.Linear(models.HIDDEN, models.HIDDEN)
+    layer = nn.Linear(HIDDEN, HIDDEN)
     layer.weight.register_hook(lambda grad: grad.clamp(-1, 1))
     return layer
 
 
-_HEADS: dict[str, tuple[type[models.Head], str]] = {
+_HEADS: dict[str, tuple[type[Head], str]] = {
     "counting object": (_with_meter(_Counter), "head.meter"),
     "counting callable": (_with("meter", _Counter, lambda head, out: head.meter(out)), "meter"),
     "class of an object": (_with_meter(_OfClass), "writes .num_calls of another object"),
@@ -414,13 +413,13 @@ _HEADS: dict[str, tuple[type[models.Head], str]] = {
         "head.layers.num_calls",
     ),
     "registered": (_with("layer", _Counts, lambda head, out: head.layer(out)), "layer.num_calls"),
-    "BatchNorm": (_with_layer(lambda: nn.BatchNorm1d(models.HIDDEN)), "num_batches_tracked"),
+    "BatchNorm": (_with_layer(lambda: nn.BatchNorm1d(HIDDEN)), "num_batches_tracked"),
     "BatchNorm without a trace": (
-        _with_layer(lambda: nn.BatchNorm1d(models.HIDDEN, track_running_stats=False)),
+        _with_layer(lambda: nn.BatchNorm1d(HIDDEN, track_running_stats=False)),
         "over the batch",
     ),
     "spectral norm": (
-        _with_layer(lambda: spectral_norm(nn.Linear(models.HIDDEN, models.HIDDEN))),
+        _with_layer(lambda: spectral_norm(nn.Linear(HIDDEN, HIDDEN))),
         "parametrizations.weight.0._u",
     ),
     "teacher": (_with_layer(_Follows), "writes into head.layer.slow.weight"),
@@ -431,11 +430,7 @@ _HEADS: dict[str, tuple[type[models.Head], str]] = {
     "forward hook": (_with_layer(_hooked_linear), "a forward hook on head.layer"),
     "parameter hook": (_with_layer(_clamped_linear), "a hook on the parameter head.layer.weight"),
     "script": (
-        _with_layer(
-            lambda: torch.jit.trace(
-                nn.Linear(models.HIDDEN, models.HIDDEN), torch.rand(2, models.HIDDEN)
-            )
-        ),
+        _with_layer(lambda: torch.jit.trace(nn.Linear(HIDDEN, HIDDEN), torch.rand(2, HIDDEN))),
         "compiled",
     ),
 }
@@ -444,13 +439,13 @@ _HEADS: dict[str, tuple[type[models.Head], str]] = {
 @pytest.mark.parametrize("name", _HEADS)
 def test_head(name: str) -> None:
     head, words = _HEADS[name]
-    assert words in str(models.prove_head(head()).reason)
+    assert words in str(prove_head(head()).reason)
 
 
 @pytest.mark.parametrize(("loss", "name"), [(_counts_class, "num_calls"), (_notes_class, "seen")])
 def test_a_class_is_left_as_it_was(loss: Callable[..., Tensor], name: str) -> None:
     head = type("Counting", (_ClassCount,), {"loss": loss, "num_calls": 0})
-    assert name in str(models.prove_head(head()).reason)
+    assert name in str(prove_head(head()).reason)
     assert (head.num_calls, _ClassCount.num_calls, _ClassCount.seen) == (0, 0, [])
 
 
@@ -458,26 +453,26 @@ def test_an_object_of_a_class_is_left_as_it_was() -> None:
     meter = _Counter()
     head = _with("unused", int, lambda head, out: out * head.meter.tick())
     head.meter = meter  # type: ignore[attr-defined]
-    assert "With.meter" in str(models.prove_head(head()).reason)
+    assert "With.meter" in str(prove_head(head()).reason)
     assert vars(head)["meter"] is meter
     assert meter.num_calls == 0
 
 
 def test_autocast_keeps_no_weight_without_data() -> None:
-    head = models.Head()
+    head = Head()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert models.prove_head(head).reason is None
+        assert prove_head(head).reason is None
         assert type(head.hidden(torch.rand(2, head.hidden.in_features))) is Tensor
 
 
 def test_a_tensor_of_the_batch_has_no_attributes() -> None:
-    model, batch = models.Model(models.Head()), models.make_batch()
+    model, batch = Model(Head()), make_batch()
     batch.labels.scale = 2.0  # type: ignore[attr-defined]
-    reason = prove(model, batch, models.given_tables(model, batch.sparse_features)).reason
+    reason = prove(model, batch, given_tables(model, batch.sparse_features)).reason
     assert "has .scale on a tensor" in str(reason)
 
 
-_OUTPUTS: dict[str, tuple[Callable[[models.Head, Tensor, Batch], Any], str | None]] = {
+_OUTPUTS: dict[str, tuple[Callable[[Head, Tensor, Batch], Any], str | None]] = {
     "entries": (lambda head, out, batch: {"over": out > 0, "labels": batch.labels, "n": 3}, None),
     "mean": (lambda head, out, batch: (out.detach(), out.mean().detach()), None),
     "lists": (lambda head, out, batch: batch.sparse_features.to_dict()["f"], None),
@@ -498,37 +493,37 @@ _OUTPUTS: dict[str, tuple[Callable[[models.Head, Tensor, Batch], Any], str | Non
 @pytest.mark.parametrize("name", _OUTPUTS)
 def test_output(name: str) -> None:
     output, words = _OUTPUTS[name]
-    reason = models.prove_head(type("WithOutput", (models.Head,), {"output": output})()).reason
+    reason = prove_head(type("WithOutput", (Head,), {"output": output})()).reason
     assert reason is None if words is None else words in str(reason)
 
 
 class _Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.recurrent = nn.LSTM(models.NUM_DENSE, models.HIDDEN, batch_first=True)
-        self.gated = nn.GRU(models.HIDDEN, models.HIDDEN)
-        self.block = nn.TransformerEncoderLayer(models.HIDDEN, 2, 16, batch_first=True)
+        self.recurrent = nn.LSTM(NUM_DENSE, HIDDEN, batch_first=True)
+        self.gated = nn.GRU(HIDDEN, HIDDEN)
+        self.block = nn.TransformerEncoderLayer(HIDDEN, 2, 16, batch_first=True)
         self.inside = _Checkpointed(use_reentrant=False)
         self.looks = _Looks()
 
     def forward(self, value: Tensor) -> Tensor:
-        steps = self.recurrent(value.view(value.shape[0], -1, models.NUM_DENSE))[0]
+        steps = self.recurrent(value.view(value.shape[0], -1, NUM_DENSE))[0]
         steps = self.block(self.gated(steps.transpose(0, 1))[0].transpose(0, 1))
         return self.inside(steps.mean(dim=1)) + self.looks(value)
 
 
 def test_layers_that_keep_samples_apart() -> None:
-    assert models.prove_head(_with_layer(_Layers)()).reason is None
+    assert prove_head(_with_layer(_Layers)()).reason is None
 
 
 def test_what_is_made_in_the_forward_may_change() -> None:
-    def loss(head: models.Head, out: Tensor, batch: Batch) -> Tensor:
+    def loss(head: Head, out: Tensor, batch: Batch) -> Tensor:
         parts = [out]
         parts.append(2 * out)
         scale = 3
         return torch.stack([scale * part.mean() for part in parts if len(parts) > 1]).sum()
 
-    assert models.prove_head(models.with_loss(loss)()).reason is None
+    assert prove_head(with_loss(loss)()).reason is None
 
 
 NUM_TICKS = 0
@@ -711,10 +706,7 @@ _WRITES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "the value of an enumeration": (lambda head: head.mode.value.append(1), "head.mode"),
     "an attribute of an enumeration": (lambda head: head.mode.later.append(1), "head.mode"),
     "a class with a protocol": (lambda head: head.notes.seen.append(1), "the class _Notes.seen"),
-    "a hidden attribute of an enumeration": (
-        lambda head: head.mode._hidden.append(1),
-        "head.mode",
-    ),
+    "a hidden attribute of an enumeration": (lambda head: head.mode._hidden.append(1), "head.mode"),
     "an attribute of a function": (lambda head: head.noted.seen.append(1), "_noted.seen"),
     "an attribute of a reference": (
         lambda head: head.reference.seen.append(1),
@@ -756,17 +748,9 @@ def test_hidden_state_is_seen_and_restored(name: str) -> None:
     assert head.count() == 0
 
 
-class _Adds:
-    def __init__(self) -> None:
-        self.num = 0
-
-    def add(self) -> None:
-        self.num += 1
-
-
 _ON_TABLES = {
     "a list": (lambda model: model.tables.seen.append(1), "writes tables.seen"),
-    "an object": (lambda model: model.tables.counts.add(), "writes tables.counts.num"),
+    "an object": (lambda model: model.tables.counts.tick(), "writes tables.counts.num_calls"),
     "none": (lambda model: len(model.tables.seen), None),
 }
 
@@ -781,10 +765,10 @@ def test_state_on_a_module_that_does_not_run_is_seen(name: str) -> None:
             return super().forward(batch)
 
     model, batch = Counting(Head()), make_batch()
-    model.tables.seen, model.tables.counts = [], _Adds()
+    model.tables.seen, model.tables.counts = [], _Counter()
     proof = prove(model, batch, given_tables(model, batch.sparse_features))
     assert proof.reason is None if words is None else words in str(proof.reason)
-    assert (model.tables.seen, model.tables.counts.num) == ([], 0)
+    assert (model.tables.seen, model.tables.counts.num_calls) == ([], 0)
     model.tables.seen.append(2)  # as a library may in a step
     assert proof.guard.changed(batch) is None
 

@@ -160,8 +160,8 @@ def _defined_with_value(cls: type) -> set[str]:
 
 
 @cache
-def overrides() -> list[tuple[Use, FunctionType]]:
-    """TorchRec's methods that our classes replace or call on themselves, and those methods."""
+def overrides() -> list[tuple[Use, FunctionType, FunctionType | None]]:
+    """Methods that our classes replace or call on themselves: TorchRec's, and ours if any."""
     found = []
     for ours in our_classes():
         own = [base for base in ours.__mro__ if base.__module__.startswith(PACKAGE)]
@@ -173,7 +173,8 @@ def overrides() -> list[tuple[Use, FunctionType]]:
                 continue
             function = _function(vars(owner)[name])
             if isinstance(function, FunctionType):
-                found.append((Use(owner.__name__, name, str(_file(ours))), function))
+                mine = _function(next((vars(of)[name] for of in own if name in vars(of)), None))
+                found.append((Use(owner.__name__, name, str(_file(ours))), function, mine))
     return found
 
 

@@ -175,14 +175,6 @@ def test_collectives_do_not_grow_with_modules() -> None:
         assert len(of_rank) == len(PER_STEP) - 1
 
 
-def test_tables_that_are_not_packed_would_be_seen() -> None:
-    """Guards the count: two modules, here two stock placements beside ours, send more."""
-    job = _job(2)
-    beside = dataclasses.replace(job, placement={"*": 4, "t1": "table_wise"})
-    for steps in run_ranks(_count_one, WORLD_SIZE, beside, None, timeout_s=60):
-        assert all(step["all_to_all"] > PER_STEP[None]["all_to_all"] for step in steps)
-
-
 TABLES = tuple(Table(f"t{number}", 8, 1000, (f"f{number}",)) for number in range(26))
 STOCK, OURS, HOT = (
     Job(placement={"*": placement}, tables=TABLES, batch_sizes=(128,))

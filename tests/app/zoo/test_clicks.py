@@ -20,7 +20,7 @@ from torchrec_picasso.app.zoo.data import alimama, globo
 from torchrec_picasso.app.zoo.data.click_files import ClickFile, read_clicks
 from torchrec_picasso.app.zoo.data.click_log import generate_log, samples_of_log
 from torchrec_picasso.app.zoo.data.click_source import ClickSource
-from torchrec_picasso.app.zoo.data.clicks import Clicks, history_of
+from torchrec_picasso.app.zoo.data.clicks import Clicks
 from torchrec_picasso.app.zoo.data.co_action_teacher import co_action_logits, with_co_action_labels
 from torchrec_picasso.app.zoo.data.history import History
 from torchrec_picasso.app.zoo.registry import make_source
@@ -72,21 +72,6 @@ def test_history_before_is_that_of_a_loop(most: int) -> None:
         assert found[event].tolist() == earlier[-most:]
 
 
-def test_a_batch_holds_its_samples() -> None:
-    clicks = make_clicks()
-    batch = clicks.batch(np.array([2, 1, 0]))
-    features = batch.sparse_features
-    assert features.keys() == ["user", "item", history_of("item")] == list(clicks.columns())
-    assert features["item"].values().tolist() == [4, 1, 3]
-    assert [of.tolist() for of in features[history_of("item")].to_dense()] == [
-        [9, 9, 1],
-        [],
-        [4, 9],
-    ]
-    assert features["user"].values().tolist() == [7, 0, 7]
-    assert batch.labels.tolist() == [0, 0, 1]
-
-
 def test_tables_hold_targets_and_histories() -> None:
     clicks = make_clicks()
     assert (clicks.num_rows("item"), clicks.num_rows("user")) == (10, 8)
@@ -113,22 +98,6 @@ def test_users_return_to_their_categories() -> None:
     busiest = log["category"][log["user"] == 0]
     two_most = np.sort(np.bincount(busiest))[-2:].sum()
     assert two_most > 0.6 * len(busiest)
-
-
-def test_columns_of_a_target_go_together() -> None:
-    log = generate_log(NUM_CLICKS, num_categories=20)
-    clicks = samples_of_log(log, user="user", targets=["item", "category"], profiles=["device"])
-    assert list(clicks.columns()) == [
-        "device",
-        "item",
-        "category",
-        "item_history",
-        "category_history",
-    ]
-    assert (clicks.targets["item"] % 20 == clicks.targets["category"]).all()
-    items, categories = (clicks.histories[name].joined() for name in ("item", "category"))
-    assert len(items) > NUM_CLICKS
-    assert (items % 20 == categories).all()
 
 
 def test_what_was_not_clicked_is_drawn_from_the_latest_clicks() -> None:
@@ -289,13 +258,16 @@ NUM_LOGGED, LOG_WINDOW, NUM_USERS = 900, 150, 12
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Clicks whose article is their place in the file, in two row groups."""
+    users = np.random.default_rng(1).integers(0, NUM_USERS, NUM_LOGGED)
+    return globo_log(tmp_path_factory, np.arange(NUM_LOGGED) // 3, user=users)
+
+
+def globo_log(folders: pytest.TempPathFactory, ts_ms: np.ndarray, **columns: np.ndarray) -> Path:
+    """Clicks at given times whose article is their place in the file, in row groups of 500."""
     rng = np.random.default_rng(1)
-    frame = pd.DataFrame({column: rng.integers(0, 9, NUM_LOGGED) for column in globo.COLUMNS})
-    frame["ts_ms"] = np.arange(NUM_LOGGED) // 3
-    frame["article"] = np.arange(NUM_LOGGED)
-    frame["user"] = rng.integers(0, NUM_USERS, NUM_LOGGED)
-    path: Path = tmp_path_factory.mktemp("globo") / "log.parquet"
+    frame = pd.DataFrame({column: rng.integers(0, 9, len(ts_ms)) for column in globo.COLUMNS})
+    frame = frame.assign(ts_ms=ts_ms, article=np.arange(len(ts_ms)), **columns)
+    path: Path = folders.mktemp("globo") / "log.parquet"
     frame.to_parquet(path, row_group_size=500)
     return path
 
@@ -311,26 +283,6 @@ def places_of(batch: Batch) -> list[int]:
     """Places of the clicks that happened."""
     articles = batch.sparse_features["article"].values() - 1
     return articles[batch.labels > 0.5].tolist()
-
-
-def test_a_log_has_windows_of_rows_with_the_clicks_before_as_history(log: Path) -> None:
-    users = pd.read_parquet(log)["user"].to_numpy()
-    file = ClickFile(log, 2 * LOG_WINDOW)
-    assert file.num_windows == NUM_LOGGED // LOG_WINDOW
-    for number in range(file.num_windows):
-        start = number * LOG_WINDOW
-        clicks = file.window(number)
-        happened = clicks.clicked > 0.5
-        articles = clicks.targets["article"] - 1
-        assert articles[happened].tolist() == list(range(max(start, 1), start + LOG_WINDOW))
-        assert (articles[~happened] >= start - LOG_WINDOW).all()
-        assert len(clicks) <= file.num_samples(number)
-        for sample in range(0, len(clicks), 7):
-            click = articles[: sample + 1][happened[: sample + 1]].max()
-            mine = users[: click + 1] == users[click]
-            before = [place for place in np.flatnonzero(mine)[:-1] if place >= start - LOG_WINDOW]
-            found = clicks.histories["article"][sample] - 1
-            assert found.tolist() == before[-50:]
 
 
 def test_a_log_is_trained_on_from_its_middle_and_held_out_before(log: Path) -> None:

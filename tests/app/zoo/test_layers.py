@@ -190,20 +190,6 @@ def test_a_time_series_layer_weighs_by_cosines() -> None:
     torch.testing.assert_close(layer(target, history), expected)
 
 
-@pytest.mark.parametrize("longer", [T, T + 5])
-def test_longer_padding_changes_nothing(longer: int) -> None:
-    histories = JaggedTensor(torch.randn(11, D), lengths=torch.tensor([3, 0, 7, 1, 0]))
-    attention, gru, module = InterestAttention(D, D), AUGRU(D, H), CoAction((D, 3))
-    target, networks = torch.randn(B, D), torch.randn(B, module.num_weights)
-
-    def outputs(max_length: int) -> list[Tensor]:
-        dense, there = padded(histories, max_length), mask_of(histories, max_length)
-        weights = attention(dense, target, there)
-        return [gru(dense, weights), module(networks, dense, there)]
-
-    torch.testing.assert_close(outputs(longer), outputs(7))
-
-
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_a_tower_ends_in_a_linear_layer(activation: str) -> None:
     made: Any = tower(D, (8, 3), 2, activation, dropout=0.5)

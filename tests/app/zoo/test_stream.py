@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
+from tests.app.zoo.test_clicks import globo_log
 from tests.app.zoo.test_models import BATCH, HISTORIES, LONGEST, batch_of, build, on_cpu
 from torchrec_picasso.app.config import DataConfig, OptimizerConfig, TrainConfig, load_config
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.quality import as_hot_cold, as_stock, score_on_rank
 from torchrec_picasso.app.runs.train import train_on_rank
 from torchrec_picasso.app.runs.trainer import Trainer
-from torchrec_picasso.app.zoo.data import alimama, globo
+from torchrec_picasso.app.zoo.data import alimama
 from torchrec_picasso.app.zoo.data.click_log import generate_log, samples_of_log
 from torchrec_picasso.app.zoo.data.click_source import ClickSource
 from torchrec_picasso.app.zoo.data.clicks import history_of
@@ -134,29 +135,6 @@ def test_a_candidate_sees_no_other_and_a_click_no_later_one() -> None:
     assert found[lengths == 0].equal(logits[lengths == 0])
 
 
-def test_a_candidate_alone_has_the_result_it_has_beside_others() -> None:
-    model, batch = on_cpu(build("hstu")), batch_of("hstu", 0)
-    logits, _ = _run(model, batch)
-    features = batch.sparse_features.to_dict()
-    lists = {name: column.to_dense() for name, column in features.items()}
-    model.head.model.num_candidates = 1
-    for place in range(3):
-        alone = {
-            name: [ids[place : place + 1] for ids in column]
-            if name in ("item", "category", "item_user")
-            else column
-            for name, column in lists.items()
-        }
-        joined = [ids for column in alone.values() for ids in column]
-        found = type(batch.sparse_features)(
-            keys=list(alone),
-            values=torch.cat(joined),
-            lengths=torch.tensor([len(ids) for ids in joined]),
-        )
-        one = Batch(batch.dense_features, found, batch.labels[:, place : place + 1])
-        torch.testing.assert_close(_run(model, one)[0][:, 0], logits[:, place])
-
-
 def test_times_count_by_powers_of_two_between_clicks() -> None:
     model, batch = on_cpu(build("hstu")), batch_of("hstu", 0)
     history, hstu = batch.sparse_features[HISTORIES[0]], model.head.model
@@ -172,13 +150,7 @@ def test_times_count_by_powers_of_two_between_clicks() -> None:
 
 @pytest.fixture(scope="module")
 def log_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Clicks whose article is their place in the file."""
-    rng = np.random.default_rng(1)
-    frame = pd.DataFrame({column: rng.integers(0, 9, 900) for column in globo.COLUMNS})
-    frame["ts_ms"], frame["article"] = np.arange(900) * 1000, np.arange(900)
-    path: Path = tmp_path_factory.mktemp("globo") / "log.parquet"
-    frame.to_parquet(path)
-    return path
+    return globo_log(tmp_path_factory, np.arange(900) * 1000)
 
 
 @pytest.mark.parametrize("num_candidates", [1, 3])
