@@ -9,12 +9,12 @@ lookups. NumPy sorts ids, in 4 to 10 ns per id; torch's sort takes 40 ns.
 Source: Misra and Gries 1982; Agarwal et al. 2012, Mergeable Summaries, section 3.1
 (:func:`_keep_heaviest`).
 
-Shape letters: N lookups, R rows of the table, U and V counted rows.
+Shape letters: N lookups, R rows of the table, S ranges of rows, U and V counted rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -33,6 +33,11 @@ _DENSE_ROWS_PER_SORTED = 4  # a dense count takes 8 bytes, a sorted row and its 
 _MIN_PENDING_LOOKUPS = 1 << 19
 """Buffered ids are counted when there are this many, or as many as counted rows if those are
 more."""
+
+NUM_RANGES = 64
+"""Number of equal ranges of rows by which lookups are counted over time."""
+_MOST_SLOTS = 32
+"""Number of parts of the time, at most: then neighbours are added up."""
 
 _Vector = NDArray[np.int64]
 
@@ -77,6 +82,9 @@ class TableCounts:
     """Number of lookups of the table beside the sum of ``counts_U``."""
     effective_share: float = 1.0
     """Number of independent lookups per lookup of a batch, 0 to 1."""
+    halves: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
+    """Lookups in the earlier and in the later half of the sample, by :data:`NUM_RANGES` equal
+    ranges of rows; empty = not known."""
 
     @property
     def num_lookups(self) -> int:
@@ -123,12 +131,16 @@ class TableCounts:
             max_undercount=self.max_undercount + other.max_undercount,
             num_uncounted=self.num_uncounted + other.num_uncounted,
             effective_share=share,
+            halves=tuple(
+                tuple(map(sum, zip(*halves))) for halves in zip(self.halves, other.halves)
+            ),
         )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TableCounts):
             return False
-        pairs = [(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
+        names = [each.name for each in fields(self) if each.compare]
+        pairs = [(getattr(self, name), getattr(other, name)) for name in names]
         return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
@@ -147,10 +159,14 @@ class LookupCounter:
         self._counts_U: _Vector = np.empty(0, dtype=np.int64)
         self._num_lookups = self._max_undercount = self._num_pending = 0
         self._pending: list[_Vector] = []
+        self._slots_S: list[_Vector] = []
+        self._adds_of_slot, self._adds_left = 1, 0
 
     def add(self, ids_N: _Vector) -> None:
         """Counts one lookup for each id: row ids in any order, with repeats."""
         self._num_lookups += ids_N.size
+        if self._table.num_embeddings is not None:
+            self._count_time(ids_N // range_size(self._size))
         if self._counts_R is not None:
             # expand: a source of N ones without N elements of memory
             ones_N = torch.ones((), dtype=torch.int64).expand(ids_N.size)
@@ -176,7 +192,25 @@ class LookupCounter:
             counts_U=counts_U,
             max_undercount=self._max_undercount,
             num_uncounted=self._num_lookups - int(counts_U.sum()),
+            halves=self._halves(),
         )
+
+    def _count_time(self, ranges_N: _Vector) -> None:
+        """Counts lookups by the range of their row, in a new part of the time or the last one."""
+        if not self._adds_left:
+            if len(self._slots_S) == _MOST_SLOTS:
+                earlier, later = self._slots_S[::2], self._slots_S[1::2]
+                self._slots_S = [one + other for one, other in zip(earlier, later)]
+                self._adds_of_slot *= 2
+            self._slots_S.append(np.zeros(NUM_RANGES, dtype=np.int64))
+            self._adds_left = self._adds_of_slot
+        self._slots_S[-1] += np.bincount(ranges_N, minlength=NUM_RANGES)
+        self._adds_left -= 1
+
+    def _halves(self) -> tuple[tuple[int, ...], ...]:
+        middle = len(self._slots_S) // 2
+        halves = (self._slots_S[:middle], self._slots_S[middle:]) if middle else ()
+        return tuple(tuple(np.sum(half, axis=0).tolist()) for half in halves)
 
     def _count_pending(self) -> None:
         """Sorts and counts the buffered ids, and adds the counts to those of the seen rows."""
@@ -189,6 +223,12 @@ class LookupCounter:
         # every pass may lower all counts; the bound on missing lookups is the sum of the passes
         self._rows_U, self._counts_U, subtracted = _keep_heaviest(rows, counts, self._max_rows)
         self._max_undercount += subtracted
+
+
+def range_size(num_embeddings: int) -> int:
+    """Returns the number of rows of each of :data:`NUM_RANGES` ranges; the last ones may have
+    fewer."""
+    return max(1, -(-num_embeddings // NUM_RANGES))
 
 
 def _add_counts(

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import torch
 
 from torchrec_picasso.errors import InputError, first_line
-from torchrec_picasso.frequency.counts import TableCounts
+from torchrec_picasso.frequency.counts import NUM_RANGES, TableCounts
 
 _METADATA_KEY = b"torchrec_picasso.frequency_stats"
 _SCHEMA = pa.schema([("table", pa.string()), ("row", pa.int64()), ("count", pa.int64())])
@@ -52,6 +52,7 @@ def write_tables(
             "max_undercount": counts.max_undercount,
             "total_lookups": counts.num_lookups if counts.max_undercount else None,
             "effective_share": counts.effective_share,
+            "halves": counts.halves,
         }
         for name, counts in tables.items()
     }
@@ -120,6 +121,9 @@ def _table(facts: Mapping[str, Any], rows_U: np.ndarray, counts_U: np.ndarray) -
     _check(0 <= max_undercount < _MAX_TOTAL, "max_undercount is out of range")
     effective_share = float(facts["effective_share"])
     _check(0 < effective_share <= 1, "effective_share is out of range")
+    halves = tuple(tuple(map(int, half)) for half in facts.get("halves", ()))
+    sizes, least = list(map(len, halves)), min(map(min, halves), default=0) if all(halves) else -1
+    _check(sizes in ([], [NUM_RANGES] * 2) and least >= 0, "halves are no numbers of two halves")
     _check(num_counted <= total_lookups < _MAX_TOTAL, "total_lookups is out of range")
     return TableCounts(
         num_embeddings=num_embeddings,
@@ -129,6 +133,7 @@ def _table(facts: Mapping[str, Any], rows_U: np.ndarray, counts_U: np.ndarray) -
         max_undercount=max_undercount,
         num_uncounted=total_lookups - num_counted,
         effective_share=effective_share,
+        halves=halves,
     )
 
 

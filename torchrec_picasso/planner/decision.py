@@ -220,6 +220,7 @@ def _row_loads(work: TableWork, hot_sets: Mapping[str, Tensor], stats: Frequency
         gap_load_U1=gap_load_U1 * dim,
         spread_load=rest * dim,
         row_bytes=work.load.row_bytes,
+        halves=counts.halves,
     )
 
 

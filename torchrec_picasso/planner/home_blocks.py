@@ -7,11 +7,14 @@ first, and each split considers the loads of the ranks so far: a later table com
 imbalance of earlier tables. Equal loads may need very unequal numbers of rows: if the largest rank
 has no memory for them, loads give way.
 
+Ids may drift: new rows are asked for, and blocks cut by what was asked for before may be worse than
+equal ones. So blocks cut by the earlier half of the sample must be better in the later half, too.
+
 Blocks are contiguous and in rank order, like TorchRec's row-wise shards, so checkpoints are those
 of stock TorchRec. A checkpoint identifies blocks by their first row, so an empty block must not
 precede a non-empty one: each rank gets a row if there are enough rows, and empty blocks come last.
 
-Shape letters: U rows with a load of their own, T tables, W ranks.
+Shape letters: S ranges of rows, U rows with a load of their own, T tables, W ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_picasso.cost.stock import over_mean
+from torchrec_picasso.frequency.counts import range_size
 
 _EVENNESS = (0.02, 0.1, 0.25, 0.5, 1.0, 2.0)
 """Additional load of all rows of a table, relative to its load, which limits the rows, and so the
@@ -47,11 +51,25 @@ class RowLoads:
     """Load that is spread evenly over the table."""
     row_bytes: float = 0.0
     """Memory of a row, with optimizer state."""
+    halves: Sequence[Sequence[int]] = ()
+    """As in :class:`.TableCounts`."""
 
     @property
     def total(self) -> float:
         """Sum of the load of all rows."""
         return float(self.load_U.sum() + self.gap_load_U1.sum()) + self.spread_load
+
+    def in_half(self, number: int) -> RowLoads:
+        """Estimates the loads of the earlier or of the later half of the sample."""
+        if not self.halves or not self.rows_U.size:
+            return self
+        halves_2S = np.asarray(self.halves, dtype=np.float64)
+        shares_2S = halves_2S / np.maximum(1, halves_2S.sum(1, keepdims=True))
+        factor_S = 2 * shares_2S[number] / np.maximum(1e-12, shares_2S.sum(0))
+        factor_U = factor_S[self.rows_U // range_size(self.num_embeddings)]
+        gap_factor_U1 = np.append(factor_U[:1], factor_U)  # of the row before
+        loads = {"load_U": self.load_U * factor_U, "gap_load_U1": self.gap_load_U1 * gap_factor_U1}
+        return replace(self, **loads)
 
     def load_below(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns boundaries between rows, ascending, and the load of all rows below each.
@@ -101,10 +119,10 @@ def balance_homes(
 ) -> HomeBlocks:
     """Splits tables into home blocks so that all ranks have the same expected load.
 
-    The blocks are those of :func:`filled_blocks` if their balance is at least as good, or if other
-    blocks give a rank ``spare_bytes`` more than the mean. No block is empty if the table has a row
-    for every rank; in a smaller table each row is a block, and empty blocks come last. O(U log U +
-    T W log U) time.
+    The blocks are those of :func:`filled_blocks` if their balance is at least as good, in the
+    sample or in its later half, or if other blocks give a rank ``spare_bytes`` more than the mean.
+    No block is empty if the table has a row for every rank; in a smaller table each row is a block,
+    and empty blocks come last. O(U log U + T W log U) time.
     """
     even = [even_blocks(table.num_embeddings, world_size) for table in tables]
     blocks = [filled_blocks(table.num_embeddings, world_size) for table in tables]
@@ -113,7 +131,10 @@ def balance_homes(
         balanced = _balanced(tables, world_size, evenness)
         bytes_W = (np.array(balanced) * row_bytes_T1).sum(0)
         if bytes_W.max() - bytes_W.mean() <= spare_bytes:
-            blocks = min(blocks, balanced, key=lambda cut: over_mean(_loads(tables, cut)))
+            earlier, later = ([table.in_half(half) for table in tables] for half in (0, 1))
+            by_earlier = _balanced(earlier, world_size, evenness)
+            if over_mean(_loads(later, by_earlier)) < over_mean(_loads(later, blocks)):
+                blocks = min(blocks, balanced, key=lambda cut: over_mean(_loads(tables, cut)))
             break
     load_W = _loads(tables, blocks)
     return HomeBlocks(
