@@ -148,3 +148,12 @@ def test_ids_may_be_a_view_that_changes_later() -> None:
         counter.add(batch[1:])
         batch[:] = 0
         assert as_dict(counter.result()) == {6: 1, 7: 1}
+
+
+def test_halves_of_a_stream_are_told_apart_by_ranges_of_rows() -> None:
+    """Of 100 chunks in 25 parts of the time, 48 are in the earlier half."""
+    counts = counted([[0]] * 50 + [[70]] * 50, 128)
+    earlier, later = counts.halves
+    assert (earlier[0], sum(earlier), later[0], later[35], sum(later)) == (48, 48, 2, 50, 52)
+    assert counts.merge(counts).halves[1][35] == 100
+    assert counted([[0]], 128).halves == counted([[0], [1]], None).halves == ()

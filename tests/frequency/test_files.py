@@ -351,6 +351,8 @@ def test_wrong_lines_are_refused(tmp_path: Path, columns: dict[str, list], reaso
         *(("num_embeddings", math.nan), ("max_undercount", math.nan)),
         *(("effective_share", 0), ("effective_share", 1.5), ("effective_share", None)),
         *(("max_undercount", -1), ("max_undercount", "x"), ("max_undercount", 1)),
+        *(("halves", [[1] * 64]), ("halves", [[1], [1]]), ("halves", [[-1] * 64] * 2)),
+        *(("halves", [[], []]), ("halves", 1), ("halves", [["x"] * 64] * 2)),
     ],
     ids=lambda facts: str(facts)[:30],
 )
