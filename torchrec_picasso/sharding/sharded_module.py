@@ -226,11 +226,8 @@ class HotRowRefresher:
         self._refresher = Refresher(self._groups, refresh or Refresh())
 
     def step(self) -> Refreshed | None:
-        """Ends a training step. Collective: all ranks call it after each of their steps.
-
-        Returns:
-            The result of a refresh evaluation; ``None`` in steps without one.
-        """
+        """Ends a training step, and returns the result of a refresh evaluation; ``None`` in steps
+        without one. Collective: all ranks call it after each of their steps."""
         found = self._refresher.step()
         if found is not None and found.num_moved:
             # rows moved; a pipeline may read them on a stream that is not known here
