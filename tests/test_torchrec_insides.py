@@ -58,6 +58,7 @@ INHERITED: dict[str, set[str]] = {
         *("_embedding_names_per_sharding", "_features_order", "_lookups", "_need_indices"),
         *("_output_dists", "_sharding_type_to_sharding", "_use_index_dedup", "get_buffer"),
         *("_device", "_feature_splits", "_sharding_types"),
+        *("post_lookup_tracker_fn", "post_odist_tracker_fn"),
     },
     "ShardedEmbeddingModule": {"_lookups", "create_context", "get_buffer"},
     "ShardedFeatureProcessedEmbeddingBagCollection": {"_embedding_bag_collection", "is_pipelined"},

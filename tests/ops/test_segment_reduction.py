@@ -87,7 +87,7 @@ def test_sums_by_row_equal_a_loop(
     bag_of = [bag for bag, size in enumerate(sizes or ()) for _ in range(size)]
     bag_of = bag_of if sizes is not None else list(range(num_lookups))
     grads_SD = torch.randn(num_lookups if sizes is None else len(sizes), 3)
-    weights_N = torch.rand(num_lookups) if weighted else None
+    weights_N = torch.rand(num_lookups) if weighted and in_bags else None
     expected: dict[int, torch.Tensor] = {}
     for lookup, row in enumerate(rows):
         weight = 1.0 if weights_N is None else weights_N[lookup]

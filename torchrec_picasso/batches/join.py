@@ -36,11 +36,8 @@ def join_outputs(outputs_K: Sequence[Any], sizes_K: Sequence[int]) -> Any:
 
     An empty micro-batch does not count, for any output: not even a loss of NaN. If all are empty,
     the first one's output is that of the empty batch. A single output is returned unchanged.
-
-    Raises:
-        InputError: If there is not one size per output.
-        CompatError: If something cannot be joined, or micro-batches' outputs are built differently;
-            names its place.
+    InputError if there is not one size per output; CompatError, with the place, if something cannot
+    be joined, or micro-batches' outputs are built differently.
     """
     if not outputs_K or len(outputs_K) != len(sizes_K):
         raise InputError(

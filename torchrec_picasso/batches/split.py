@@ -104,13 +104,9 @@ def split_batch(batch: Any, sizes_K: Sequence[int]) -> list[Any]:
     list is a container: its members are split, the list itself is never split by samples.
 
     Sizes may be 0; they sum to the batch's samples. A single micro-batch is the batch itself.
-
-    Raises:
-        InputError: If a field has another number of samples, or sizes do not fit the batch.
-        CompatError: If a field's type or layout cannot be split by samples.
-
-    Cost:
-        One host sync per KeyedJaggedTensor and JaggedTensor on CUDA, to learn where to split.
+    InputError if a field has another number of samples, or sizes do not fit the batch; CompatError
+    if a field's type or layout cannot be split by samples. On CUDA one host sync per
+    KeyedJaggedTensor and JaggedTensor, to learn where to split.
     """
     sizes_K = list(sizes_K)
     if len(sizes_K) == 1:

@@ -192,7 +192,7 @@ def sum_by_row(
         grads_SD: Gradient of each bag of lookups, float32.
         num_rows: Number of rows of the table; below 2^31 the sort takes half the time.
         offsets_S1: First lookup of each bag, and N; ``None`` = every lookup is a bag.
-        weights_N: Weight of each lookup, float32; ``None`` = ones.
+        weights_N: Weight of each lookup of a bag, float32; ``None`` = ones.
 
     Returns:
         Distinct rows, ascending int64, and their gradients, ``(U, D)``; in input order if every
@@ -202,17 +202,13 @@ def sum_by_row(
     bags_N = None if offsets_S1 is None else bag_of_lookup(offsets_S1, rows_N.numel())
     # Without weights the sort carries the bag of each lookup, which saves one gather. With weights
     # the sort carries the lookup, which also indexes the weights.
-    carried_N = bags_N if weights_N is None else None
-    sorted_N, by_row_N = sort_with_tags(rows_N.to(short), carried_N)
+    sorted_N, by_row_N = sort_with_tags(rows_N.to(short), bags_N if weights_N is None else None)
     offsets_U1 = nonzero_indices(first_of_runs(sorted_N))
     # No repeats: there is nothing to sum.
-    if bags_N is None and weights_N is None and offsets_U1.numel() == rows_N.numel() + 1:
+    if bags_N is None and offsets_U1.numel() == rows_N.numel() + 1:
         return rows_N.to(torch.int64), grads_SD
-    bags_by_row_N = by_row_N
-    # Weights, and then bags, from lookup order to lookups sorted by row, shape (N,).
-    if weights_N is not None:
-        weights_N = weights_N.index_select(0, by_row_N)
-        if bags_N is not None:
-            bags_by_row_N = bags_N.index_select(0, by_row_N)
-    sums_UD = gather_sum(grads_SD.contiguous(), bags_by_row_N, offsets_U1, weights_N)
+    if bags_N is not None and weights_N is not None:
+        # Weights and bags, from lookup order to lookups sorted by row, shape (N,).
+        weights_N, by_row_N = (each.index_select(0, by_row_N) for each in (weights_N, bags_N))
+    sums_UD = gather_sum(grads_SD.contiguous(), by_row_N, offsets_U1, weights_N)
     return sorted_N.index_select(0, offsets_U1[:-1]).to(torch.int64), sums_UD

@@ -46,30 +46,25 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Value:
-    """The dependence of one tensor on the batch.
-
-    Args:
-        kind: How the tensor depends on the samples.
-        rows: Rows along its batch dim: :data:`SAMPLES`, or the name of a feature's lookups.
-        dim: Index of the batch dim. Its size is ``outer * rows * inner``: entry i of row r in block
-            o is at ``(o * rows + r) * inner + i``.
-        outer: Number of blocks of rows in this dim.
-        counted: Rows that the entries are integer positions in, counted from the batch's first row;
-            a part of the batch counts from its own first row. Empty = entries are no positions.
-        is_own: Whether such a position is that of the entry's own row.
-        feature: Name of the feature whose lengths or offsets these are.
-        operators: Numbers of the unproved operators that an ``INPUT`` comes from (see
-            :mod:`.follow`); others come from none.
-    """
+    """The dependence of one tensor on the batch."""
 
     kind: Kind
     rows: str = ""
+    """Rows along its batch dim: :data:`SAMPLES`, or the name of a feature's lookups."""
     dim: int = -1
+    """Index of the batch dim. Its size is ``outer * rows * inner``: entry i of row r in block o is
+    at ``(o * rows + r) * inner + i``."""
     outer: int = 1
+    """Number of blocks of rows in this dim."""
     counted: str = ""
+    """Rows that the entries are integer positions in, counted from the batch's first row; a part of
+    the batch counts from its own first row. Empty = entries are no positions."""
     is_own: bool = False
+    """Whether such a position is that of the entry's own row."""
     feature: str = ""
+    """Name of the feature whose lengths or offsets these are."""
     operators: frozenset[int] = frozenset()
+    """Numbers of the unproved operators that an ``INPUT`` comes from (see :mod:`.follow`)."""
 
     @property
     def is_partial(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,20 +38,11 @@ GROUP = "hot_cold"
 """The key of hot/cold tables in TorchRec's dictionary of tables by sharding type."""
 
 
-def _tracker_shared_with_copies(name: str) -> Any:
-    """Makes a property that is one for a module and those that its :meth:`apart` returns."""
-
-    # TorchRec sets trackers before and after the copy of a module; copies share the dictionary
-    def trackers_of(module: HotColdModule) -> dict[str, Any]:
-        return module.__dict__.setdefault("_tracked", {})
-
-    def read(module: HotColdModule) -> Callable[..., None] | None:
-        return trackers_of(module).get(name)
-
-    def write(module: HotColdModule, record: Callable[..., None] | None) -> None:
-        trackers_of(module)[name] = record
-
-    return property(read, write)
+def _track(module: HotColdModule, name: str, *given: Any) -> None:
+    """Calls a tracker of TorchRec's on a module, if one is registered."""
+    record = getattr(module, name)
+    if record is not None:
+        record(*given)
 
 
 class HotColdModule(ShardedEmbeddingModule):
@@ -138,6 +130,9 @@ class HotColdModule(ShardedEmbeddingModule):
         subset._has_uninitialized_input_dist = True
         subset._input_dists, subset._output_dists = [], []
         subset._feature_splits, subset._features_order = [], []
+        # TorchRec may register trackers later: a copy calls those of the module
+        for name in ("post_lookup_tracker_fn", "post_odist_tracker_fn"):
+            setattr(subset, name, partial(_track, self, name))
         return subset
 
     # dynamo cannot trace messages; if TorchRec is compiled as well, the graph breaks here
@@ -153,11 +148,6 @@ class HotColdModule(ShardedEmbeddingModule):
             for sharding in self.hot_cold_shardings:
                 sharding.request_dist.validated = [features]
         return super().input_dist(ctx, features)
-
-    post_lookup_tracker_fn = _tracker_shared_with_copies("lookup")
-    """The function that TorchRec calls after a lookup."""
-    post_odist_tracker_fn = _tracker_shared_with_copies("odist")
-    """The function that TorchRec calls after it has started an output dist."""
 
     def register_post_lookup_tracker_fn(self, record_fn: Callable[..., None]) -> None:
         """Registers TorchRec's delta tracker; see ``delta_tracker.py``."""
@@ -226,11 +216,8 @@ class HotRowRefresher:
         self._refresher = Refresher(self._groups, refresh or Refresh())
 
     def step(self) -> Refreshed | None:
-        """Ends a training step. Collective: all ranks call it after each of their steps.
-
-        Returns:
-            The result of a refresh evaluation; ``None`` in steps without one.
-        """
+        """Ends a training step, and returns the result of a refresh evaluation; ``None`` in steps
+        without one. Collective: all ranks call it after each of their steps."""
         found = self._refresher.step()
         if found is not None and found.num_moved:
             # rows moved; a pipeline may read them on a stream that is not known here
