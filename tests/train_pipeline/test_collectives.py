@@ -222,12 +222,19 @@ def _counts(rank: int, world_size: int, is_intel: bool) -> dict[Any, float]:
             (name, driver): _count_operators(jobs[name], driver, rank, world_size)
             for name, driver in MOST
         }
-        return {"stock": _count_operators(STOCK, None, rank, world_size), **found}
+        for driver in (None, (1, True)):
+            found["stock", driver] = _count_operators(STOCK, driver, rank, world_size)
+        return found
 
 
 @pytest.mark.parametrize("is_intel", [False, True], ids=["other", "intel"])
 @pytest.mark.parametrize("case", MOST, ids=str)
 def test_a_step_starts_no_more_operators(case: Any, is_intel: bool) -> None:
     counts = run_once(_counts, 2, is_intel)[0]
-    assert counts["stock"] > 100  # the mode saw a step of stock
+    assert counts["stock", None] > 100  # the mode saw a step of stock
     assert counts[case] <= MOST[case][is_intel]
+
+
+def test_a_plan_of_stock_tables_starts_the_operators_of_torchrecs_pipeline() -> None:
+    counts = run_once(_counts, 2, False)[0]
+    assert counts["stock", (1, True)] == counts["stock", None]
