@@ -150,8 +150,9 @@ def test_neither_time_nor_looking_ahead_changes_a_bit(hosts: tuple[int, int]) ->
             runs.compare_runs(by_rank, *keys, rtol=0, atol=0)
 
 
-def test_random_plans_train_as_stock() -> None:
-    test_exactness.check_cases([f"hosts/{number}" for number in range(8)], 4, _by_host)
+@pytest.mark.parametrize(("world_size", "numbers"), [(4, range(6)), (8, range(6, 8))])
+def test_random_plans_train_as_stock(world_size: int, numbers: range) -> None:
+    test_exactness.check_cases([f"hosts/{number}" for number in numbers], world_size, _by_host)
 
 
 SMALL = Job(placement={"*": 4}, by_host=("*",))
