@@ -475,9 +475,7 @@ PROGRAMS = {
     "micro-batches written": _writing(PartHalving, refused=(2,)),
     "array written in evaluation": _refused(_halved(EvaluationHalving), WRITES),
     "note in the batch": Program(model=_halved(Noting), told=IS, numbers=(1, 2)),
-    "written by a layer": dataclasses.replace(
-        _stale(Clamped), refusal="a layer has written into it"
-    ),
+    "written by a layer": dataclasses.replace(_stale(Clamped), refusal="a layer has written"),
     "attribute changed between steps": _stale(Salted, before_step=_salt),
     "buffer written between steps": _stale(Buffered, before_step=_write),
     "buffer's data written between steps": _stale(Buffered, before_step=_write_data),

@@ -70,10 +70,12 @@ class InterleavedForward(PipelinedForward):
         self._next = compute
 
     def set_output(self, output: Any) -> None:
-        """Makes the next call return this output; without its graph if gradients are off there."""
+        """Makes the next call return this output, without its graph where gradients are off."""
+        has_graph = torch.is_grad_enabled()
 
         def compute() -> Any:
-            given = output if torch.is_grad_enabled() else without_graph(output, self._name)
+            is_cut = has_graph and not torch.is_grad_enabled()
+            given = without_graph(output, self._name) if is_cut else output
             return given if isinstance(given, LazyAwaitable) else LazyNoWait(given)
 
         self._next = compute
