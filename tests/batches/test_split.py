@@ -72,18 +72,6 @@ def test_the_first_micro_batch_is_a_third_of_the_others_and_two_are_equal(
     assert micro_batch_sizes(samples, parts) == sizes
 
 
-@given(samples=st.integers(0, 10_000), parts=st.integers(1, 20))
-def test_sizes_sum_to_the_batch_and_waste_no_sample(samples: int, parts: int) -> None:
-    sizes = micro_batch_sizes(samples, parts)
-    assert len(sizes) == parts
-    assert sum(sizes) == samples
-    assert max(sizes[1:], default=0) - min(sizes[1:], default=0) <= 1
-    if samples >= 2 * parts:
-        assert min(sizes) >= 2 or parts == 1
-    else:
-        assert sizes == [samples, *[0] * (parts - 1)]
-
-
 @pytest.mark.parametrize(
     ("samples", "parts", "message"),
     [(8, 0, "into 0 micro-batches"), (-1, 2, "cannot cut -1 samples")],

@@ -41,20 +41,6 @@ def test_merging_adds_bounds_and_keeps_them(
         assert count - merged.max_undercount <= head.get(row, 0) <= count
 
 
-@given(STREAM, STREAM, BUDGET)
-def test_a_spectrum_has_all_lookups_in_at_most_the_rows_of_the_table(
-    one: list[list[int]], two: list[list[int]], max_rows: int
-) -> None:
-    """Whatever was counted, lookups per sample follow from the spectrum's total."""
-    for num_embeddings in (60, HUGE):
-        a, b = (counted(chunks, num_embeddings, max_rows_counted=max_rows) for chunks in (one, two))
-        for counts in (a, b, a.merge(b)):
-            spectrum = counts.spectrum
-            assert spectrum.num_lookups == pytest.approx(counts.num_lookups)
-            assert counts.rows_U.numel() <= counts.num_rows_seen <= num_embeddings
-            assert (spectrum.counts_K.diff() <= 0).all()
-
-
 @pytest.fixture(scope="module")
 def stream() -> np.ndarray:
     return zipf_ids(400_000, 1_000_000, 1.05, seed=3)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from itertools import pairwise
 from math import comb
 from pathlib import Path
 
@@ -46,18 +45,6 @@ def test_presence_equals_all_subsets(counts: list[int], data: st.DataObject) -> 
     )
     distinct = sum(e * rows for e, rows in zip(expected, spectrum.rows_K.tolist()))
     assert spectrum.expected_unique(drawn) == pytest.approx(distinct, rel=1e-7, abs=1e-7)
-
-
-@given(COUNTS, st.lists(st.floats(0, 1000), min_size=2, max_size=8), st.integers(20, 60))
-def test_distinct_rows_grow_and_fit_the_table(
-    counts: list[int], sizes: list[float], num_embeddings: int
-) -> None:
-    spectrum = spectrum_of(counts, num_embeddings)
-    distinct = [spectrum.expected_unique(size) for size in sorted(sizes)]
-    for fewer, more in pairwise(distinct):
-        assert fewer <= more + 1e-7
-    for size, rows in zip(sorted(sizes), distinct):
-        assert 0 <= rows <= min(size, num_embeddings)
 
 
 @given(SOME_COUNTS)

@@ -227,15 +227,6 @@ def test_largest_ids_are_the_files(path: Path, tmp_path: Path, with_statistics: 
         assert file.num_rows(column) == whole.num_rows(column)
 
 
-def test_each_window_serves_as_many_steps_as_it_has_samples_for(windowed: ClickSource) -> None:
-    steps = 200 // (2 * BATCH)
-    batches = [users_of(batch) for batch in islice(windowed.batches(1, 2), 3 * steps + 1)]
-    windows = [{user // 200 for user in users} for users in batches]
-    assert windows == [{0}] * steps + [{1}] * steps + [{2}] * steps + [{0}]
-    again = next(windowed.batches(1, 2, start_step=steps + 3))
-    assert users_of(again) == batches[steps + 3]
-
-
 def test_what_is_held_out_is_never_trained_on(windowed: ClickSource) -> None:
     heldout = [user for rank in range(2) for b in windowed.heldout(rank, 2) for user in users_of(b)]
     assert len(set(heldout)) == len(heldout) == 2 * 2 * BATCH

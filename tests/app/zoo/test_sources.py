@@ -142,16 +142,6 @@ def test_fields_keep_to_their_bounds_and_differ() -> None:
     assert sum(of.num_embeddings < 10_000 for of in fields) == pytest.approx(30, abs=12)
 
 
-def test_every_sample_has_its_fields_ids_inside_their_tables() -> None:
-    fields = draw_fields(9, 3_000, seed=1)
-    batch = next(source(9, 3_000).batches(0, 1))
-    bags = batch.sparse_features
-    for of in fields:
-        bag = bags[of.feature]
-        assert bag.lengths().tolist() == [of.pooling_factor] * 20
-        assert 0 <= int(bag.values().min()) <= int(bag.values().max()) < of.num_embeddings
-
-
 def test_a_configuration_names_their_number_and_largest_table() -> None:
     data = DataConfig(kind="fields", num_tables=5, max_rows=2_000, batch_size=7, heldout_steps=1)
     drawn = make_source(data, seed=0)

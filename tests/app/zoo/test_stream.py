@@ -47,15 +47,6 @@ def stream(num_candidates: int, num_clicks: int = 600) -> tuple[dict[str, np.nda
     return log, dataclasses.replace(made.latest(LONGEST_READ), cross_rows=50)
 
 
-def test_one_candidate_has_the_samples_of_clicks() -> None:
-    log, made = stream(1)
-    clicks = samples_of_log(log, user="user", targets=["item", "category"], profiles=["user"])
-    assert made.targets["item"].tolist() == clicks.targets["item"].tolist()
-    assert made.clicked[:, 0, 0].tolist() == clicks.clicked.tolist()
-    whole = clicks.latest(LONGEST_READ).histories["item"].joined()
-    assert made.histories["item"].joined().tolist() == whole.tolist()
-
-
 def test_samples_of_candidates_are_those_of_a_loop() -> None:
     log, made = stream(C)
     assert len(made) == len(log["user"]) - 1
