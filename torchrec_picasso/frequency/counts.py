@@ -9,7 +9,8 @@ lookups. NumPy sorts ids, in 4 to 10 ns per id; torch's sort takes 40 ns.
 Source: Misra and Gries 1982; Agarwal et al. 2012, Mergeable Summaries, section 3.1
 (:func:`_keep_heaviest`).
 
-Shape letters: N lookups, R rows of the table, S ranges of rows, U and V counted rows.
+Shape letters: N lookups, R rows of the table, S ranges of rows, T parts of the time, U
+and V counted rows.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ more."""
 
 NUM_RANGES = 64
 """Number of equal ranges of rows by which lookups are counted over time."""
-_MOST_SLOTS = 32
-"""Number of parts of the time, at most: then neighbours are added up."""
+_MOST_PARTS = 32
+"""Number of parts of the time at most; then neighbours are added up."""
 
 _Vector = NDArray[np.int64]
 
@@ -159,8 +160,8 @@ class LookupCounter:
         self._counts_U: _Vector = np.empty(0, dtype=np.int64)
         self._num_lookups = self._max_undercount = self._num_pending = 0
         self._pending: list[_Vector] = []
-        self._slots_S: list[_Vector] = []
-        self._adds_of_slot, self._adds_left = 1, 0
+        self._counts_TS: list[_Vector] = []
+        self._adds_of_part, self._adds_left = 1, 0
 
     def add(self, ids_N: _Vector) -> None:
         """Counts one lookup for each id: row ids in any order, with repeats."""
@@ -198,18 +199,18 @@ class LookupCounter:
     def _count_time(self, ranges_N: _Vector) -> None:
         """Counts lookups by the range of their row, in a new part of the time or the last one."""
         if not self._adds_left:
-            if len(self._slots_S) == _MOST_SLOTS:
-                earlier, later = self._slots_S[::2], self._slots_S[1::2]
-                self._slots_S = [one + other for one, other in zip(earlier, later)]
-                self._adds_of_slot *= 2
-            self._slots_S.append(np.zeros(NUM_RANGES, dtype=np.int64))
-            self._adds_left = self._adds_of_slot
-        self._slots_S[-1] += np.bincount(ranges_N, minlength=NUM_RANGES)
+            if len(self._counts_TS) == _MOST_PARTS:
+                earlier, later = self._counts_TS[::2], self._counts_TS[1::2]
+                self._counts_TS = [one + other for one, other in zip(earlier, later)]
+                self._adds_of_part *= 2
+            self._counts_TS.append(np.zeros(NUM_RANGES, dtype=np.int64))
+            self._adds_left = self._adds_of_part
+        self._counts_TS[-1] += np.bincount(ranges_N, minlength=NUM_RANGES)
         self._adds_left -= 1
 
     def _halves(self) -> tuple[tuple[int, ...], ...]:
-        middle = len(self._slots_S) // 2
-        halves = (self._slots_S[:middle], self._slots_S[middle:]) if middle else ()
+        middle = len(self._counts_TS) // 2
+        halves = (self._counts_TS[:middle], self._counts_TS[middle:]) if middle else ()
         return tuple(tuple(np.sum(half, axis=0).tolist()) for half in halves)
 
     def _count_pending(self) -> None:
