@@ -21,6 +21,7 @@ FEWEST_DOCUMENTS, FEWEST_FILES, FEWEST_COMMANDS = 25, 150, 25
 
 _FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*\w\.(?:py|md|yaml|ipynb|svg|txt|json))`")
 _FOLDER = re.compile(r"`((?:[a-z_]+/)+)`")
+_LINK = re.compile(r"\]\((?!https?:)([^)#]+)(#[^)]*)?\)")
 
 
 def named_files(text: str) -> list[str]:
@@ -42,6 +43,12 @@ def test_named_files_are_there() -> None:
         seen += len(paths)
         assert not missing(paths, document.parent), document.name
     assert seen >= FEWEST_FILES
+
+
+def test_links_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        links = [path for path, _ in _LINK.findall(document.read_text())]
+        assert all((document.parent / path).exists() for path in links), (document.name, links)
 
 
 def test_pictures_are_well_formed() -> None:

@@ -13,6 +13,15 @@ from torchrec_picasso import errors, version
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
 
+PUBLIC = (
+    "CommCurves",
+    "FrequencyStats",
+    "HotColdEmbeddingBagCollectionSharder",
+    "HotColdParams",
+    "InterleavedTrainPipeline",
+    "hot_cold_planner",
+)
+
 METHODS = {
     "FrequencyStats.collect": ["batches", "model", "num_batches"],
     "FrequencyStats.to_parquet": ["self", "path"],
@@ -25,6 +34,12 @@ METHODS = {
     "CommCurves.to_json": ["self", "path"],
     "CommCurves.from_json": ["path"],
 }
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_is_at_the_top(name: str) -> None:
+    assert name in torchrec_picasso.__all__
+    assert hasattr(torchrec_picasso, name)
 
 
 @pytest.mark.parametrize(("method", "expected"), METHODS.items())

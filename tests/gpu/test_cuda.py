@@ -145,6 +145,22 @@ def _state(model: DistributedModelParallel) -> list[Tensor]:
 
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("kernel", ["fused", "fused_uvm"])
+def test_trains_as_an_unsharded_module(kernel: str) -> None:
+    plain = EmbeddingBagCollection(tables=[TABLE], device=CUDA)
+    sharded = _sharded(plain.embedding_bags["t"].weight, hot_rows=[1, 3], kernel=kernel)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(8):
+        optimizer.zero_grad()
+        expected = plain(_features(step)).values()
+        actual = sharded(_features(step)).values()
+        torch.testing.assert_close(actual, expected)
+        expected.square().sum().backward()
+        optimizer.step()
+        actual.square().sum().backward()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("kernel", ["fused", "fused_uvm"])
 @pytest.mark.parametrize(
     "optimizer",
     [torch.optim.SGD, torch.optim.Adagrad, torchrec.optim.RowWiseAdagrad, torch.optim.Adam],

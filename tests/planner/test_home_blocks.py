@@ -140,12 +140,15 @@ def test_ids_by_counted_frequency_leave_rows_without_a_count_to_the_end() -> Non
 
 
 @pytest.mark.parametrize("unseen", [0, 500, 999])
-def test_users_seen_once_are_cut_evenly_around_an_id_that_pads(unseen: int) -> None:
+def test_users_seen_once_are_cut_evenly_around_an_id_that_pads(
+    unseen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The only row without a count gets no more than its share of the load."""
     users = np.delete(np.arange(1000), unseen)[:, None]
+    monkeypatch.setattr(LookupCounter, "_halves", lambda _: ())  # sorted users look like drift
     decision = plan({"user": users}, {"user": 1000}, 64, 4)
     assert max(decision.block_rows[0]) <= 260
-    assert decision.homes.max_over_mean < 1.1
+    assert decision.homes.max_over_mean < 1.05
 
 
 @pytest.mark.parametrize("exponent", [0.8, 1.1])

@@ -134,7 +134,12 @@ def test_a_wave_waits_for_its_own_update_only() -> None:
         Schedule((update[0], Op("fetch_dirty", 1, 1), update[1])).check()
 
 
-def test_an_operation_that_runs_twice_is_refused() -> None:
+def test_an_illegal_schedule_is_refused() -> None:
+    early = Schedule((Op("fetch_dirty", 1, 0), Op("update")))
+    with pytest.raises(
+        PlanError, match="runs fetch_dirty 0 of the next batch before update, which it needs"
+    ):
+        early.check()
     with pytest.raises(PlanError, match="runs update twice"):
         Schedule((Op("update"), Op("update"))).check()
 

@@ -344,6 +344,14 @@ def test_a_step_begins_and_ends_attached() -> None:
     assert lifecycle.state is State.ATTACHED
 
 
+@pytest.mark.parametrize("state", [State.NEW, State.DETACHED])
+def test_nothing_runs_before_modules_are_taken_over(state: State) -> None:
+    lifecycle = Lifecycle()
+    lifecycle.change_to(state)
+    with pytest.raises(PicassoError, match="cannot become in a step"), lifecycle.in_step():
+        pass
+
+
 @pytest.mark.parametrize("after", [State.ATTACHED, State.DETACHED, State.NEW])
 def test_only_reset_leaves_a_failed_step(after: State) -> None:
     lifecycle = _attached()

@@ -4,7 +4,8 @@ A rank whose data has ended takes part with empty batches until the data of all 
 every collective includes all ranks, and gradients stay means over all of them. The header of the
 next batch says whether any rank has data, at no cost. The collectives of this file serve the cases
 without a header: before the first batch, for a model whose hot/cold tables cannot be interleaved,
-and where a step must not begin unless all ranks have a next batch.
+and where a step must not begin unless all ranks have a next batch. A data loader may have read a
+batch's ids already (:class:`PreparedBatch`).
 
 Ids of later batches are prepared on a stream beside the computing stream, because ids cannot be
 exchanged without asking the device how many there are. On the computing stream such a host sync

@@ -122,8 +122,8 @@ def _table(facts: Mapping[str, Any], rows_U: np.ndarray, counts_U: np.ndarray) -
     effective_share = float(facts["effective_share"])
     _check(0 < effective_share <= 1, "effective_share is out of range")
     halves = tuple(tuple(map(int, half)) for half in facts.get("halves", ()))
-    sizes, least = list(map(len, halves)), min(map(min, halves), default=0) if all(halves) else -1
-    _check(sizes in ([], [NUM_RANGES] * 2) and least >= 0, "halves are no numbers of two halves")
+    _check(list(map(len, halves)) in ([], [NUM_RANGES] * 2), "halves are not of all ranges")
+    _check(all(min(half) >= 0 for half in halves), "a number of lookups is negative")
     _check(num_counted <= total_lookups < _MAX_TOTAL, "total_lookups is out of range")
     return TableCounts(
         num_embeddings=num_embeddings,

@@ -65,6 +65,7 @@ class RowLoads:
             return self
         halves_2S = np.asarray(self.halves, dtype=np.float64)
         shares_2S = halves_2S / np.maximum(1, halves_2S.sum(1, keepdims=True))
+        # a range's share of the half's lookups, over its mean share of both
         factor_S = 2 * shares_2S[number] / np.maximum(1e-12, shares_2S.sum(0))
         factor_U = factor_S[self.rows_U // range_size(self.num_embeddings)]
         gap_factor_U1 = np.append(factor_U[:1], factor_U)  # of the row before

@@ -248,8 +248,16 @@ def test_every_model_is_compared(capsys: Capture) -> None:
         assert comparison.max_relative_loss_difference < 1e-4, model  # sums in another order
 
 
-def test_a_demo_of_given_steps_has_no_budget() -> None:
+def test_other_models_have_smaller_defaults() -> None:
     parser = make_parser("0")
+    dlrm, tbsm, hstu = (
+        demo_spec(parser.parse_args(["demo", *options])).config
+        for options in ([], ["--model", "tbsm"], ["--model", "hstu"])
+    )
+    assert (dlrm.data.batch_size, dlrm.model.embedding_dim) == (4096, 64)
+    assert (tbsm.data.batch_size, tbsm.model.embedding_dim) == (512, 16)
+    assert (hstu.data.kind, hstu.data.batch_size, hstu.data.num_tasks) == ("stream", 128, 2)
+    assert dlrm.sharding.hot_rows is None
     assert demo_spec(parser.parse_args(["demo"])).budget_s == 40
     assert demo_spec(parser.parse_args(["demo", "--steps", "30"])).budget_s is None
 
