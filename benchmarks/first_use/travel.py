@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.app.zoo.data.clicks import Clicks, history_of
 from torchrec_picasso.batches.split import split_batch
-from torchrec_picasso.ops.ids import PackedTable, flags_of
+from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowRequest
 
@@ -96,7 +96,7 @@ class Tables:
 
     def _travel(self, requests_W: Sequence[Sequence[RowRequest]]) -> Travel:
         rows = header_bytes = 0
-        touched_X = torch.zeros(flags_of(self.num_hot_rows) // 64, dtype=torch.int64)  # bits
+        used = []
         for rank, requests in enumerate(requests_W):
             for request in requests:
                 (route,) = request.by_route
@@ -105,10 +105,11 @@ class Tables:
                 rows += int(cold_KW.sum() - cold_KW[:, rank].sum())
                 sent_WX = request.header_exchange.sent_WX
                 header_bytes += _num_bytes(sent_WX) - _num_bytes(sent_WX[rank])
-                touched_X |= route.located.used_bits_X
+                used.append(route.located.used_bits_X.numpy())
+        touched_X = np.bitwise_or.reduce(used)
         id_bytes = self._group.row_dtype.itemsize
         row_bytes = _FLOAT_BYTES * self._dim
-        hot_rows = int(np.unpackbits(touched_X.numpy().view(np.uint8)).sum())
+        hot_rows = int(np.unpackbits(touched_X.view(np.uint8)).sum())
         summed_bytes = 2 * (self._world_size - 1) * hot_rows * row_bytes  # by a ring
         return Travel(
             rows=rows,

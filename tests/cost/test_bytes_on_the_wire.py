@@ -79,21 +79,22 @@ def _predicted(sent_bytes: Any, num_dense: int, world_size: int) -> dict[str, fl
     }
 
 
-TABLES = (Table("a", 8, 72, ("f0",)), Table("b", 16, 60, ("f1",)))
-NUM_HOT = 4
+TABLES = (Table("a", 8, 720, ("f0",)), Table("b", 16, 1080, ("f1",)))
+NUM_HOT = 150
+"""So many that three and more ranks unite the bits of hot slots in parts, and two do not."""
 JOB = Job(placement={"*": NUM_HOT}, tables=TABLES, batch_sizes=(6,))
 HOSTS, PLACES = 2, 2
 BY_HOST = replace(JOB, by_host=("*",), num_places=PLACES)
-HOT_ROWS = (0, 3, 6, 9)
-"""The first rows by thirds, as the job's plan has them; rows 30, 31, ... are cold."""
+HOT_ROWS = tuple(range(0, 3 * NUM_HOT, 3))
+"""The first rows by thirds, as the job's plan has them."""
 
 
 def _known_rows(table: Table, rank: int, world_size: int) -> tuple[list[int], list[int]]:
     """Cold rows, as many at each home, and hot rows; other ranks use others."""
     block = table.rows // world_size
     cold = [
-        home * block + 10 + i for home in range(world_size) for i in range(2 + rank % 2)
-    ]  # the hot ones end at row 9
+        home * block + 10 + 3 * i for home in range(world_size) for i in range(2 + rank % 2)
+    ]  # blocks have a multiple of 3 rows, so these are not hot
     return cold, list(HOT_ROWS[rank : rank + 2])
 
 
@@ -149,7 +150,8 @@ def _count_known(rank: int, world_size: int) -> dict[Driver, dict[str, float]]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_of_true_numbers_are_exact(world_size: int, driver: Driver) -> None:
     """Within two bytes: the meter rounds each sum's share of W ranks down."""
-    sent_bytes = exchange_bytes(_known_totals(world_size), world_size, num_packs=2)
+    totals = _known_totals(world_size)
+    sent_bytes = exchange_bytes(totals, world_size, num_packs=2)
     num_dense = 1 + sum(table.dim for table in TABLES)
     expected = _predicted(sent_bytes, num_dense, world_size)
     by_rank = [by_driver[driver] for by_driver in run_once(_count_known, world_size)]
@@ -159,8 +161,9 @@ def test_bytes_of_true_numbers_are_exact(world_size: int, driver: Driver) -> Non
     flags_bytes = FLAGS_BYTES * (world_size - 1)
     assert mean.pop("all") == pytest.approx(expected.pop("all") + marks + flags_bytes, abs=2)
     assert mean == pytest.approx(expected, rel=1e-12)
-    # a byte for each row that has an id of four bytes
-    assert marks == (mean["ids"] / 4 if driver is not None and driver[1] else 0)
+    # a byte for each row that is asked of another rank
+    asked = totals.cold * (world_size - 1) / world_size
+    assert marks == pytest.approx(asked if driver is not None and driver[1] else 0)
 
 
 def _count_by_host(rank: int, world_size: int) -> dict[str, dict[str, float]]:

@@ -4,7 +4,6 @@ travel together or lie in one matrix."""
 import random
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 
@@ -46,20 +45,19 @@ def test_any_integer_type_of_rows() -> None:
 
 
 @pytest.mark.parametrize("num_hot", [0, 1, 63, 64, 65, 200])
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_the_union_of_all_ranks_slots_is_found_by_pack(num_hot: int, num_ranks: int) -> None:
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_the_slots_of_bits_are_found_by_pack(num_hot: int, num_parts: int) -> None:
     rng = random.Random(num_hot)
-    touched_WH = torch.zeros(num_ranks, flags_of(num_hot), dtype=torch.uint8)
-    for touched_H in touched_WH[:, :num_hot]:
-        touched_H.copy_(torch.tensor([rng.random() < 0.1 for _ in range(num_hot)]))
-    bits_WX = np.stack([bits_to_words(mask_H).numpy() for mask_H in touched_WH])
-    assert bits_WX.shape == (num_ranks, -(-num_hot // 64))
-    union_t = touched_WH.any(0).nonzero().flatten()
+    flags = torch.zeros(flags_of(num_hot, num_parts), dtype=torch.uint8)
+    flags[:num_hot] = torch.tensor([rng.random() < 0.1 for _ in range(num_hot)])
+    bits_X = bits_to_words(flags).numpy()
+    assert len(bits_X) == num_parts * -(-num_hot // (64 * num_parts))
+    slot_s = flags.nonzero().flatten()
     for starts in ((0, num_hot), (0, num_hot // 3, num_hot)):
-        found = HotSlots(torch.arange(num_hot), starts).touched(bits_WX)
-        for (start, end), touched in zip(pairwise(starts), found, strict=True):
-            expected = union_t[(union_t >= start) & (union_t < end)] - start
-            assert touched.tolist() == expected.tolist()
+        found = HotSlots(torch.arange(num_hot), starts).by_pack(bits_X)
+        for (start, end), slots in zip(pairwise(starts), found, strict=True):
+            expected = slot_s[(slot_s >= start) & (slot_s < end)] - start
+            assert slots.tolist() == expected.tolist()
 
 
 NO_ROWS = torch.empty(0, dtype=torch.int64)

@@ -160,7 +160,7 @@ def _fill_and_read_hot(world: worlds.World, rows_W: Sequence[BatchRows]) -> None
     ("num_parts", "lookahead", "in_waves"),
     [(1, False, False), (1, True, True), (3, False, True), (3, True, False)],
 )
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", worlds.TABLES)
 def test_a_batch_trains_as_rows_one_by_one(
     world_size: int, num_parts: int, lookahead: bool, in_waves: bool
 ) -> None:
@@ -218,3 +218,15 @@ def test_given_back_memory_is_used_again_also_by_a_smaller_matrix() -> None:
     again = buffers.take(90)
     assert again.shape == (90, 4)
     assert again.data_ptr() == address
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 32])
+def test_bits_of_hot_slots_do_not_grow_with_ranks(world_size: int) -> None:
+    num_hot = 64 * 64
+    table = worlds.table_of("a", 0, 4, [num_hot] * world_size, range(num_hot))
+    sent = []
+    for tables in ([replace(table, hot_rows_H=table.hot_rows_H[:0])], [table]):
+        world = worlds.make_world(world_size, tables)
+        _request(world, [([[]], [0])] * world_size)
+        sent.append(world.ranks[0].sent_elements)
+    assert sent[1] - sent[0] <= 3 * num_hot // 64  # words of a header, numbers of half a word

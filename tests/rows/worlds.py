@@ -47,8 +47,13 @@ TABLES = {
         table_of("d", 2, 8, [2, 2], []),
     ],
     3: [table_of("a", 0, 4, [3, 0, 4], [0, 6], 2), table_of("b", 1, 8, [1, 1, 1], [1])],
+    4: [
+        table_of("a", 0, 4, [9, 90, 0, 1], [0, *range(9, 99)]),
+        table_of("b", 1, 8, [80, 80, 80, 3], [*range(2, 240)]),
+    ],
 }
-"""By number of ranks: uneven and empty blocks, packs that share a matrix, a feature more."""
+"""By number of ranks: uneven and empty blocks, packs that share a matrix, a feature more; so many
+hot rows that ranks unite the bits of their slots in parts."""
 
 
 @dataclass(frozen=True)

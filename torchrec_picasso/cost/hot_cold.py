@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.cost.local import LocalCosts, LocalWork
 from torchrec_picasso.cost.table_work import Summable, TableWork
+from torchrec_picasso.ops.ids import parts_to_unite, words_of
 from torchrec_picasso.placement import Form
 
 _WORD_BYTES = 8
-_WORD_BITS = 64
 HEADER_FLAGS = 3
 """Words of a header that are no counts."""
 _LENGTH_BYTES = 4
@@ -231,9 +231,10 @@ def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> di
     to_others = (world_size - 1) / world_size  # rows with their home on this rank are not sent
     rows = (totals.cold_elements + totals.bag_elements) * _WIRE_BYTES * to_others
     ids = (totals.cold + totals.bag_lookups) * _id_bytes(totals) + totals.bags * _LENGTH_BYTES
+    bits, united = _bit_bytes(totals, world_size)
     return {
-        "header": (world_size - 1) * (_count_bytes(num_packs) + _bit_bytes(totals)),
-        "ids": ids * to_others,
+        "header": (world_size - 1) * (_count_bytes(num_packs) + bits),
+        "ids": ids * to_others + (world_size - 1) * united,
         "rows": rows,
         "gradients": rows,
         "hot": 2 * to_others * totals.touched_elements * _WIRE_BYTES,  # summed in a ring
@@ -244,15 +245,17 @@ def level_bytes(by_host: ByHost, world_size: int) -> dict[str, dict[str, float]]
     """Predicts the bytes that a rank sends inside its host and across hosts, by purpose: mean over
     ranks. Row numbers cross with repeats, rows and their gradients once per host."""
     totals, places = by_host.totals, by_host.ranks_per_host
-    counts = world_size * _count_bytes(by_host.num_packs)  # each peer gets those of ranks behind it
     hot = totals.touched_elements * _WIRE_BYTES
+    bits, united = _bit_bytes(totals, world_size)
     members = {"inside": places, "across": world_size // places}
     rows = {"inside": totals.cold_elements, "across": totals.crossing_elements}
     summed = {"inside": hot, "across": hot / places}  # each place sums a piece over hosts
+    united_by = {"inside": places * united, "across": world_size * united}  # those of its host
     sent = {
         level: {
-            "header": counts + num * _bit_bytes(totals),
-            "ids": totals.cold * _id_bytes(totals),
+            # each peer gets those of the ranks behind it
+            "header": world_size * (_count_bytes(by_host.num_packs) + bits),
+            "ids": totals.cold * _id_bytes(totals) + united_by[level],
             "rows": rows[level] * _WIRE_BYTES,
             "gradients": rows[level] * _WIRE_BYTES,
             "hot": 2 * summed[level],
@@ -270,9 +273,13 @@ def _count_bytes(num_packs: int) -> float:
     return _WORD_BYTES * (num_packs + HEADER_FLAGS)
 
 
-def _bit_bytes(totals: HotColdTotals) -> float:
-    """Returns the bytes of a header that say which hot rows are touched."""
-    return _WORD_BYTES * math.ceil(totals.hot / _WORD_BITS)
+def _bit_bytes(totals: HotColdTotals, world_size: int) -> tuple[int, int]:
+    """Returns the bytes that say which hot rows are touched, from one rank to another: of a batch,
+    in the header, and united over ranks."""
+    hot = math.ceil(totals.hot)
+    num_parts = parts_to_unite(hot, world_size)
+    num_bytes = _WORD_BYTES * words_of(hot, num_parts)
+    return num_bytes, num_bytes * (num_parts > 1)
 
 
 def _id_bytes(totals: HotColdTotals) -> int:

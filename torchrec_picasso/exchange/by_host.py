@@ -50,15 +50,12 @@ class Exchanges:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def send_words(self, words_WX: Tensor, num_bits: int) -> tuple[Pending, list[Tensor]]:
-        """Starts sending the words for each rank, ``(W, X)``. Collective.
-
-        The last ``num_bits`` words are bits, the same to each rank, of which the union over ranks
-        is wanted. The returned memory, ``(W, X)``, will contain the words of each rank.
-        """
+    def send_words(self, words_WX: Tensor) -> tuple[Pending, Tensor]:
+        """Starts sending the words for each rank, ``(W, X)``. Collective. The returned memory,
+        ``(W, X)``, will contain the words of each rank."""
         received_WX, each = torch.empty_like(words_WX), [1] * len(words_WX)
         payload = Payload(words_WX, each, received_WX, each)
-        return PackedAllToAll(self._ranks, [payload], len(words_WX)), [received_WX]
+        return PackedAllToAll(self._ranks, [payload], len(words_WX)), received_WX
 
     def start_sum(self, values: Tensor) -> Pending:
         """Starts summing values, ``(n,)``, over ranks, in place. Collective; all ranks wait for
@@ -90,40 +87,25 @@ class HostExchanges(Exchanges):
         self.inside, self.across = self._parts.ranks_to_homes
         """The ranks of this host, and those of this rank's place."""
 
-    def send_words(self, words_WX: Tensor, num_bits: int) -> tuple[Pending, list[Tensor]]:
-        """Starts sending the words for each rank, ``(W, X)``. Collective.
-
-        The returned memory will contain the words of each rank but for bits, then those that this
-        rank relays, by place of the sender on this host and host of the receiver, 2 W rows; and
-        apart from them the bits of each host, ``(Y, num_bits)``, which travel once to each peer.
-        """
+    def send_words(self, words_WX: Tensor) -> tuple[Pending, Tensor]:
+        """Starts sending the words for each rank, ``(W, X)``. Collective. The returned memory, ``(2
+        W, X)``, will contain the words of each rank, then those that this rank relays, by place of
+        the sender on this host and host of the receiver."""
         size, (num_hosts, num_places) = len(words_WX), (self.num_hosts, self.num_places)
-        words_WX, bits = words_WX.tensor_split([words_WX.size(1) - num_bits], dim=1)
         received = words_WX.new_empty(2 * size, words_WX.size(1))
         arrived, passing = received.split(size)
-        # a row of bits of each rank of this host, then one of each host
-        bits_L, bits_Y = (bits.new_empty(num, num_bits) for num in (num_places, num_hosts))
 
         def swapped(words: Tensor, first: int, second: int) -> Tensor:
             return words.view(first, second, -1).transpose(0, 1).reshape(size, -1)
 
         def relayed() -> list[Payload]:
             by_host, each = swapped(passing, num_places, num_hosts), [num_places] * num_hosts
-            first, *others = bits_L.unbind()
-            for other in others:
-                first.bitwise_or_(other)
-            union = first.expand(num_hosts, -1)
-            one = [1] * num_hosts
-            return [Payload(by_host, each, arrived, each), Payload(union, one, bits_Y, one)]
+            return [Payload(by_host, each, arrived, each)]
 
         # from rank order (host, place) to (place, host): the relay of a home rank has its place
         by_place, each = swapped(words_WX, num_hosts, num_places), [num_hosts] * num_places
-        one = [1] * num_places
-        payloads = [
-            Payload(by_place, each, passing, each),
-            Payload(bits[:num_places], one, bits_L, one),
-        ]
-        return self.start(payloads, relayed, size, to_homes=True), [received, bits_Y]
+        payload = Payload(by_place, each, passing, each)
+        return self.start([payload], relayed, size, to_homes=True), received
 
     def start(
         self,

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchrec_picasso.exchange.by_host import Exchanges
 
 _NUM_OWN_WORDS = 3
-"""Outside ids, bad weights, and the state: the bits that follow, then ``most_asked``."""
+"""Outside ids, bad weights, and the state: the flags below, then ``most_asked``."""
 _HAS_DATA, _BAD_LENGTHS, _LOOKS_UP_NOTHING, _STATES = 1, 2, 4, 8
 
 
@@ -31,16 +31,13 @@ class RouteWords:
 
     sent: Sequence[Tensor]
     """Words to each rank, shape ``(W, X_i)``, in pieces whose shapes are equal on all ranks."""
-    bits: Sequence[Tensor] = ()
-    """Words that are the same to each rank, ``(X_i,)``, of which the union over ranks is read."""
     kept: Sequence[Tensor] = ()
     """Numbers, shape ``(n,)``, that are copied to this rank's host and not sent."""
 
 
 ReceivedWords = tuple[list[np.ndarray], list[np.ndarray]]
 """The words of one route on the host, in the pieces of :class:`RouteWords`: those of each rank,
-``(W, X_i)``, then bits, by rank or host, and the kept numbers. By host, words that this rank relays
-follow: ``(2 W, X_i)``."""
+``(W, X_i)``, and the kept numbers. By host, words that this rank relays follow: ``(2 W, X_i)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +79,9 @@ class HeaderExchange:
 
     def __post_init__(self) -> None:
         self._pieces = [words for route in self.routes for words in route.sent]
-        self._bits = [words for route in self.routes for words in route.bits]
         self.sent_WX = self._message()
-        """The message to each rank, own words before those of routes and their bits, int64."""
-        num_bits = sum(words.numel() for words in self._bits)
-        self._work, self._received = self.exchanges.send_words(self.sent_WX, num_bits)
+        """The message to each rank, own words before those of routes, int64."""
+        self._work, self._received = self.exchanges.send_words(self.sent_WX)
 
     def _message(self) -> Tensor:
         state = _HAS_DATA * self.has_data + _LOOKS_UP_NOTHING * self.looks_up_nothing
@@ -100,34 +95,24 @@ class HeaderExchange:
         # The same for all ranks, (W, 1) or (W, X_i), beside the routes' (W, X_i).
         size = len(self._pieces[0])
         own = [word.expand(size, 1) for word in (self.outside_ids, self.bad_weights, state_word)]
-        bits = [words.expand(size, -1) for words in self._bits]
-        return torch.cat([*own, *self._pieces, *bits], dim=1).contiguous()
+        return torch.cat([*own, *self._pieces], dim=1).contiguous()
 
     def wait(self) -> Header:
         """Finishes the exchange and copies the header to the host (one sync on CUDA)."""
         self._work.wait()
         kept = [numbers for route in self.routes for numbers in route.kept]
         # One concatenation, so that a single copy syncs the host.
-        received = self._received
-        host = torch.cat([*kept, *(part.view(-1) for part in received)]).cpu().numpy()
+        host = torch.cat([*kept, self._received.view(-1)]).cpu().numpy()
         # In this order: the kept numbers, then of each rank its own words and its routes'.
-        *parts, _ = _cut(host, [part.numel() for part in (*kept, *received)])
-        words, *apart = (
-            part.reshape(tensor.shape) for part, tensor in zip(parts[len(kept) :], received)
-        )
+        *numbers, words = _cut(host, [part.numel() for part in kept])
         widths = [_NUM_OWN_WORDS, *(piece.size(1) for piece in self._pieces)]
-        own, *pieces, rest = _cut(words, widths)
-        # Bits follow the words of each rank, or (by host) came in a part of their own.
-        *bits, _ = _cut([rest, *apart][-1], [piece.numel() for piece in self._bits])
+        own, *pieces, _ = _cut(words.reshape(self._received.shape), widths)
         # words that this rank only relays follow those for it
         outside_ids_W, bad_weights_W, states_W = own[: len(self.sent_WX)].T.tolist()
-        sent, united, kept_by_route = iter(pieces), iter(bits), iter(parts)
+        sent, kept_by_route = iter(pieces), iter(numbers)
         return Header(
             routes=[
-                (
-                    [*islice(sent, len(route.sent)), *islice(united, len(route.bits))],
-                    [*islice(kept_by_route, len(route.kept))],
-                )
+                ([*islice(sent, len(route.sent))], [*islice(kept_by_route, len(route.kept))])
                 for route in self.routes
             ],
             outside_ids_W=outside_ids_W,

@@ -181,16 +181,14 @@ class HotSlots:
         candidate_U = slot_U.clamp(max=self.num_rows - 1)
         return slot_U, self.ids_H.index_select(0, candidate_U) == ids_U
 
-    def touched(self, bits_nX: np.ndarray) -> list[np.ndarray]:
-        """Finds the hot slots that any rank's batch uses, from :func:`bits_to_words` on the host,
-        of each rank or united. Slots of each pack ascend, are counted from 0 in the pack, and are
-        on the host."""
-        union_X = np.bitwise_or.reduce(bits_nX, axis=0)
-        touched_t = np.unpackbits(union_X.view(np.uint8), bitorder="little").nonzero()[0]
-        # touched_t ascends over all packs: find each pack's range, then count from 0 in the pack.
-        edges_P1 = np.searchsorted(touched_t, self.start_P1).tolist()
-        touched_t -= np.repeat(self.start_P1[:-1], np.diff(edges_P1))
-        return [touched_t[first:end] for first, end in pairwise(edges_P1)]
+    def by_pack(self, bits_X: np.ndarray) -> list[np.ndarray]:
+        """Lists the hot slots whose bit is set in words of :func:`bits_to_words`, on the host.
+        Slots of each pack ascend and are counted from 0 in the pack."""
+        slot_s = np.unpackbits(bits_X.view(np.uint8), bitorder="little").nonzero()[0]
+        # slot_s ascends over all packs: find each pack's range, then count from 0 in the pack.
+        edges_P1 = np.searchsorted(slot_s, self.start_P1).tolist()
+        slot_s -= np.repeat(self.start_P1[:-1], np.diff(edges_P1))
+        return [slot_s[first:end] for first, end in pairwise(edges_P1)]
 
 
 def table_bases(tables: Sequence[PackedTable]) -> list[int]:
@@ -261,9 +259,21 @@ zero = kept_by_stream(lambda device: torch.zeros((), dtype=torch.int64, device=d
 _bit_of_byte = kept_by_stream(lambda device: torch.arange(8, dtype=torch.uint8, device=device))
 
 
-def flags_of(num: int) -> int:
-    """Returns the number of flags that fill as many words as ``num`` flags need."""
-    return -(-num // _WORD_BITS) * _WORD_BITS
+def flags_of(num: int, num_parts: int) -> int:
+    """Returns the number of flags that fill as many words as ``num`` flags need, in equal parts."""
+    return words_of(num, num_parts) * num_parts * _WORD_BITS
+
+
+def words_of(num: int, num_parts: int) -> int:
+    """Returns the number of words of 64 bits in each of some equal parts of ``num`` flags."""
+    return -(-num // (_WORD_BITS * num_parts))
+
+
+def parts_to_unite(num: int, num_ranks: int) -> int:
+    """Returns the number of parts of ``num`` flags whose union over ranks is computed by one rank
+    each, which gives it to all: one a rank, if these are fewer words than all flags to each rank;
+    else 1, and each rank computes the whole union."""
+    return num_ranks if 2 * words_of(num, num_ranks) < words_of(num, 1) else 1
 
 
 def bits_to_words(flags: Tensor) -> Tensor:

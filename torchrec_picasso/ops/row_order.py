@@ -45,6 +45,7 @@ from torchrec_picasso.ops.ids import (
     bits_to_words,
     counting,
     flags_of,
+    parts_to_unite,
     segment_of,
 )
 from torchrec_picasso.ops.streams import kept_by_stream
@@ -200,9 +201,19 @@ class RowRanges:
     """Offset from a linear id to its hot slot, or to its row in the home rank's storage of the
     pack, in the type of linear ids."""
     flag_R: Tensor
-    """Hot slot, int64; ``flags_of(num_hot_rows)`` for cold rows."""
+    """Hot slot, int64; ``num_flags`` for cold rows."""
     segment_R: Tensor
     """Segment of request order with one chunk, small integers."""
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts of the flags of hot slots, as :func:`.parts_to_unite`."""
+        return parts_to_unite(self.num_hot_rows, self.world_size)
+
+    @property
+    def num_flags(self) -> int:
+        """Number of flags of hot slots, in whole words."""
+        return flags_of(self.num_hot_rows, self.num_parts)
 
     @staticmethod
     def build(space: IdSpace, hot: HotSlots) -> RowRanges:
@@ -217,7 +228,8 @@ class RowRanges:
         per_pack = 1 + space.world_size
         replicas_R = space.block_pack_TW[block_R] * per_pack
         segment_R = replicas_R + 1 + space.block_rank_TW[block_R]
-        flag_R = torch.full_like(start_R, flags_of(hot.num_rows))
+        num_parts = parts_to_unite(hot.num_rows, space.world_size)
+        flag_R = torch.full_like(start_R, flags_of(hot.num_rows, num_parts))
         if hot.num_rows:
             slot_R, is_hot_R = hot.find(start_R)
             stored_R, flag_R = (torch.where(is_hot_R, slot_R, cold) for cold in (stored_R, flag_R))
@@ -283,7 +295,7 @@ def locate_rows(
     range_U = torch.searchsorted(ranges.end_R, ids_U, right=True)
     storage_row_U = ranges.shift_R.index_select(0, range_U).add_(ids_U)
     # One flag more than words have bits: all cold rows write to it.
-    num_flags = flags_of(ranges.num_hot_rows)
+    num_flags = ranges.num_flags
     is_used = torch.zeros(num_flags + 1, dtype=torch.uint8, device=ids_U.device)
     if num_flags:
         is_used.index_fill_(0, ranges.flag_R.index_select(0, range_U), 1)
@@ -334,19 +346,19 @@ def all_dirty(counts_KW: list[list[int]]) -> ExchangeSplits:
 
 
 def find_fetch_orders(
-    counts: Sequence[list[list[int]]], dirty_n: Tensor | None
-) -> tuple[list[ExchangeSplits], Tensor | None]:
+    counts: Sequence[list[list[int]]], dirty_n: Tensor | None, kept: Tensor
+) -> tuple[list[ExchangeSplits], Tensor | None, np.ndarray]:
     """Computes the fetch orders of several lists of rows from their dirty mask in request order.
 
     ``counts`` are numbers of rows by list, chunk and rank. The mask is uint8, 0 or 1, list after
     list; ``None`` = all rows are dirty. Costs one stable sort of small integers and a host sync on
-    CUDA; nothing without a mask.
+    CUDA, in which the int64 numbers ``kept`` come to the host too.
 
     Returns the split of each list in fetch order, and the position in request order of each row in
-    fetch order, int64, list after list; ``None`` = equal orders.
+    fetch order, int64, list after list; ``None`` = equal orders; and the numbers ``kept``.
     """
     if dirty_n is None:
-        return [all_dirty(counts_KW) for counts_KW in counts], None
+        return [all_dirty(counts_KW) for counts_KW in counts], None, kept.cpu().numpy()
     # From segments of request order (list, chunk, rank) to those of fetch order (list, exchange,
     # rank): a dirty row of chunk k belongs to exchange 1 + k, a clean row of any chunk to 0.
     requested = np.array(counts)
@@ -368,8 +380,10 @@ def find_fetch_orders(
     order_n, found = sort_by_segment(
         on_device[num_segments:].index_select(0, entry_n), fetched.size
     )
+    if kept.device.type != "cpu":  # one copy syncs the host
+        found, kept = torch.cat([found, kept]).cpu().split([found.numel(), kept.numel()])
     splits = [ExchangeSplits(counts) for counts in found.view(num_lists, -1, world_size).tolist()]
-    return splits, order_n
+    return splits, order_n, kept.numpy()
 
 
 def fetch_positions(

@@ -7,9 +7,8 @@ how many ranks ask for a row. A unique row is in the first chunk of any rank of 
 arrived when the first of them needs it, and its gradient is complete after that chunk's, because
 chunks come back in descending order.
 
-Header words of a pair of ranks are those of rows; a relay reads the words that it passes on, and
-unites the bits of hot slots, which then cross once per host. Gradients of hot rows are summed over
-the host before they cross.
+Header words of a pair of ranks are those of rows; a relay reads the words that it passes on.
+Gradients of hot rows are summed over the host before they cross.
 
 Shape letters: K chunks, L places, P packs, U unique rows, W ranks, Y hosts; n rows asked for.
 """
@@ -197,7 +196,8 @@ class _Request(RowsRequest):
             for counts_PKY in (passing_PKLY.sum(2), arriving_PKYL.sum(3))
         )
         received = by_pack(self._arrived_n, arrived_P)
-        return by_chunk(by_pack(sent_n, sent_P), sent_P, received, arrived_P)
+        payloads = by_chunk(by_pack(sent_n, sent_P), sent_P, received, arrived_P)
+        return payloads + self._touched_payloads(self.route.num_hosts, self._arrived_n.dtype)
 
     def take_row_numbers(self) -> None:
         rank, (num_packs, _, num_hosts, _) = self.route.ranks.rank, self._arriving_PKYL.shape
@@ -224,8 +224,9 @@ class _Request(RowsRequest):
 
     def _find_orders(self) -> tuple[FetchOrders, Sequence[Relay | None]]:
         relayed = self._relayed
-        across = FetchOrders.find(relayed.splits_P, self._served_P, self._dirty_n)
-        inside = FetchOrders.find(self._wanted_P, self._asked_P, self._relayed_dirty_n)
+        touched_X, nothing = self._touched_X, self._touched_X[:0]
+        across = FetchOrders.find(relayed.splits_P, self._served_P, self._dirty_n, touched_X)
+        inside = FetchOrders.find(self._wanted_P, self._asked_P, self._relayed_dirty_n, nothing)
         position_n = relayed.position_n
         if inside.served_order_n is not None and across.wanted_order_n is not None:
             fetched_U = positions_of(across.wanted_order_n)
@@ -254,7 +255,7 @@ class _Request(RowsRequest):
             )
             for p, row, asked in zip(range(len(self._asked_P)), *firsts)
         ]
-        orders = replace(inside, served_P=across.served_P, served_order_n=across.served_order_n)
+        orders = replace(across, wanted_P=inside.wanted_P, wanted_order_n=inside.wanted_order_n)
         return orders, relay_P
 
     def _incoming_rows(self, orders: FetchOrders) -> list[IncomingRequests]:

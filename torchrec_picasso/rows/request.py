@@ -140,8 +140,10 @@ class RowRequest:
         payloads: list[Payload] = []
         for request, words in zip(self.by_route, header.routes):
             payloads += request.row_number_payloads(words, group.row_dtype)
+        # beside row numbers only bits of hot slots are sent
+        most_sent = header.most_asked + group.num_hot_rows
         self._row_numbers = group.exchanges.start(
-            payloads, self._relayed_row_numbers, header.most_asked, to_homes=True
+            payloads, self._relayed_row_numbers, most_sent, to_homes=True
         )
         return True
 

@@ -3,10 +3,12 @@
 The home rank of a row knows from the requests of two batches whether the row is clean, and reports
 it to the requesting rank. So lookahead changes when a row is sent, never its values.
 
-Header words of a pair of ranks: P K counts of cold rows, and a bit per hot slot.
+Header words of a pair of ranks: P K counts of cold rows, and bits of hot slots, of which each rank
+computes the union over ranks. If that is fewer bytes, it does so for a W-th of the slots and sends
+the union to all with its row numbers: two bits a slot, however many ranks there are.
 
 Shape letters: F features, K micro-batches and chunks, J segments of bags, M matrices, P packs,
-N lookups, U unique rows, W ranks.
+N lookups, S words of bits of a part, U unique rows, W ranks.
 
 Host syncs per batch on CUDA: the number of unique rows; with lookahead one for the fetch orders;
 one more for several micro-batches.
@@ -129,11 +131,13 @@ class RowRoute(Route):
         # for rank w: P K counts, from (P K, W) transposed
         counts_WX = self.by_rank(located.counts_PQ[:, 1:].reshape(-1, self.space.world_size).t())
         # Numbers that the host needs come with the header, which it waits for in any case.
-        kept = [located.counts_PQ.reshape(-1), edges_J1, located.used_bits_X]
+        bits_X = located.used_bits_X
+        kept = [located.counts_PQ.reshape(-1), edges_J1, bits_X]
+        bits_WS = bits_X.view(self.row_ranges.num_parts, -1).expand(self.ranks.size, -1)
         if num_lookups and edges_J1.device.type != "cpu":
             kept.append(rows.counts.max().view(1))  # for sums in pieces, on an accelerator
         return self._request(
-            words=RouteWords([counts_WX], bits=[located.used_bits_X], kept=kept),
+            words=RouteWords([counts_WX, bits_WS], kept),
             outside_ids=ids.outside_ids,
             is_prepared=prepared is not None,
             route=self,
@@ -157,17 +161,20 @@ class FetchOrders:
     """Position in request order of each wanted row in fetch order, over all packs, int64."""
     served_P: Sequence[ExchangeSplits]
     served_order_n: Tensor | None
+    kept: np.ndarray
+    """The int64 numbers that came to the host too."""
 
     @staticmethod
     def find(
         wanted_P: Sequence[ExchangeSplits],
         served_P: Sequence[ExchangeSplits],
         dirty_n: Tensor | None,
+        kept: Tensor,
     ) -> FetchOrders:
         """Computes the orders from those of requests; ``dirty_n`` marks wanted rows, then served
         ones, as :func:`.find_fetch_orders`."""
         counts = [rows.counts_EW for rows in (*wanted_P, *served_P)]
-        by_fetch, order_n = find_fetch_orders(counts, dirty_n)
+        by_fetch, order_n, on_host = find_fetch_orders(counts, dirty_n, kept)
         wanted_order_n = served_order_n = None
         if order_n is not None:
             # Wanted rows are the first of the order, so served rows count from their number.
@@ -179,6 +186,7 @@ class FetchOrders:
             wanted_order_n=wanted_order_n,
             served_P=by_fetch[num_packs:],
             served_order_n=served_order_n,
+            kept=on_host,
         )
 
 
@@ -204,8 +212,9 @@ class RowsRequest(RouteRequest):
     """Of a row, 0 on the CPU."""
     _used_P: Sequence[np.ndarray] = field(init=False)
     """Hot slots that this rank's batch uses, counted from 0 in the pack."""
-    _touched_P: Sequence[np.ndarray] = field(init=False)
-    """Hot slots that any rank's batch uses."""
+    _touched_X: Tensor = field(init=False)
+    """Bits of the hot slots that any rank's batch uses, int64; complete once row numbers have
+    arrived."""
     _wanted_P: Sequence[ExchangeSplits] = field(init=False)
     """The split of wanted rows in request order; in ``_served_P`` that of served rows."""
     _served_P: Sequence[ExchangeSplits] = field(init=False)
@@ -217,9 +226,9 @@ class RowsRequest(RouteRequest):
     def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         """Reads the counts of rows, and returns row numbers by chunk."""
         # In the pieces that RowRoute.read made.
-        (counts_WX, bits_nX), (counts_n, edges_J1, used_bits_X, *most) = words
+        (counts_WX, bits_WS), (counts_n, edges_J1, used_bits_X, *most) = words
         self._most_lookups = int(most[0][0]) if most else 0
-        hot, located = self.route.hot, self.located
+        located = self.located
         own_PQ = counts_n.reshape(located.counts_PQ.shape)
         num_packs = len(own_PQ)
         wanted_PKW, served_PKW = self._counts(
@@ -229,12 +238,26 @@ class RowsRequest(RouteRequest):
         # storage_row_U is ordered by pack, hot rows first: split it into [hot, cold] of each pack.
         nums = [num for hot, *cold_KW in own_PQ.tolist() for num in (hot, sum(cold_KW))]
         wanted_n = located.storage_row_U.to(dtype)
-        self._used_P, self._touched_P = hot.touched(used_bits_X[None]), hot.touched(bits_nX)
+        self._used_P = self.route.hot.by_pack(used_bits_X)
         self._wanted_P = [ExchangeSplits(wanted_KW) for wanted_KW in wanted_PKW.tolist()]
         self._served_P = [ExchangeSplits(served_KW) for served_KW in served_PKW.tolist()]
         self._served_n = wanted_n.new_empty(int(served_PKW.sum()))
         served_P = by_pack(self._served_n, self._served_P)
-        return by_chunk(wanted_n.split(nums)[1::2], self._wanted_P, served_P, self._served_P)
+        payloads = by_chunk(wanted_n.split(nums)[1::2], self._wanted_P, served_P, self._served_P)
+        # those of this rank's part; words that a relay passes on follow
+        self._touched_X = torch.from_numpy(np.bitwise_or.reduce(bits_WS[: self.route.ranks.size]))
+        return payloads + self._touched_payloads(wanted_PKW.shape[-1], dtype)
+
+    def _touched_payloads(self, num_ranks: int, dtype: torch.dtype) -> list[Payload]:
+        """Returns the bits of the parts that this rank has, for the ranks of an exchange that have
+        others, as integers of the wire; nothing if it has all."""
+        if self._touched_X.numel() == self.located.used_bits_X.numel():
+            return []
+        sent_S = self._touched_X.to(self.route.device, non_blocking=True)
+        self._touched_X = sent_S.new_empty(num_ranks * sent_S.numel())
+        sent_n, received_n = sent_S.view(dtype).repeat(num_ranks), self._touched_X.view(dtype)
+        each = [len(sent_n) // num_ranks] * num_ranks
+        return [Payload(sent_n, each, received_n, each)]
 
     def _counts(
         self, own_PKW: np.ndarray, received_WX: np.ndarray
@@ -297,7 +320,7 @@ class RowsRequest(RouteRequest):
 
     def _find_orders(self) -> tuple[FetchOrders, Sequence[Relay | None]]:
         """Returns the fetch orders of wanted and served rows, and what is relayed, by pack."""
-        orders = FetchOrders.find(self._wanted_P, self._served_P, self._dirty_n)
+        orders = FetchOrders.find(self._wanted_P, self._served_P, self._dirty_n, self._touched_X)
         return orders, [None] * len(self._wanted_P)
 
     def _incoming_rows(self, orders: FetchOrders) -> list[IncomingRequests]:
@@ -319,7 +342,8 @@ class RowsRequest(RouteRequest):
     ) -> tuple[list[PackLayout], list[int]]:
         """Builds the layout of each pack, and counts the rows of each matrix."""
         homes_P = [storage.hot_homes for storage in self.route.storages]
-        hot_P = HotHomes.find_own(homes_P, self._touched_P, self._used_P)
+        touched_P = self.route.hot.by_pack(orders.kept)
+        hot_P = HotHomes.find_own(homes_P, touched_P, self._used_P)
         incoming_P = self._incoming_rows(orders)
         packs: list[PackLayout] = []
         num_rows_M: list[int] = []

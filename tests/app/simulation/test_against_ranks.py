@@ -56,7 +56,7 @@ def _sent_bytes(rank: int, world_size: int, config: TrainConfig) -> dict[str, fl
     return found
 
 
-@pytest.mark.parametrize("hot_rows", [0, 60])
+@pytest.mark.parametrize("hot_rows", [0, 150])
 def test_bytes_are_those_of_real_ranks(hot_rows: int, tmp_path: Path) -> None:
     """Hot rows and home blocks are those of the planner, by the same statistics."""
     stats, config = None, dataclasses.replace(CONFIG, sharding=ShardingConfig(hot_rows=0))

@@ -21,6 +21,7 @@ from torchrec_picasso.app.simulation.stock_traffic import STOCK_TYPES, StockTraf
 from torchrec_picasso.app.simulation.wire import Amounts, Wire
 from torchrec_picasso.cost.table_work import TableLoad
 from torchrec_picasso.exchange.agreement import Flags
+from torchrec_picasso.ops.ids import parts_to_unite, words_of
 from torchrec_picasso.planner.home_blocks import even_blocks
 
 RANK_COUNTED = ("lookups", "unique", "cold", "new_hot", "new_cold")
@@ -31,7 +32,7 @@ COUNTED = (*RANK_COUNTED, "dirty", "host", "host_dirty")
 those of these that any rank's batch before has."""
 
 _ROW_NUMBER_BYTES, _WIRE_BYTES, _WORD_BYTES = 4, 4, 8
-_FLAG_BYTES, _BITS_PER_WORD = _WORD_BYTES * len(Flags()), 64
+_FLAG_BYTES = _WORD_BYTES * len(Flags())
 _NO_RANK = np.iinfo(np.int16).max
 
 
@@ -90,7 +91,11 @@ class Cluster:
             # nothing sent inside is on a host's link, and all that its ranks send across
             levels = {"inside": Wire(*hosts, 0.0), "across": Wire(*hosts, num_places)}
             self.wires["node_rows"] = levels
-        self._bit_bytes = _WORD_BYTES * -(-sum(map(len, stream.hot_T)) // _BITS_PER_WORD)
+        num_hot = sum(map(len, stream.hot_T))
+        num_parts = parts_to_unite(num_hot, self.world_size)
+        self._bit_bytes = _WORD_BYTES * words_of(num_hot, num_parts)
+        """Which hot rows are touched: of a part, if ranks unite them in parts."""
+        self._is_shared = int(num_parts > 1)
         self._dims_T, self._homes = stream.dims, Blocks(block_rows_TW)
         self._equal = Blocks(
             [even_blocks(load.num_embeddings, self.world_size) for load in stream.loads]
@@ -152,7 +157,8 @@ class Cluster:
             [*wires.values()][-1].send("flags", rank, all_W * _FLAG_BYTES)
         direct = self.wires["rows"]["row_exchange"]
         direct.send("header", rank, all_W * _WORD_BYTES)
-        direct.send("bits", rank, all_W * self._bit_bytes)
+        # own ones, then united ones
+        direct.send("bits", rank, all_W * self._bit_bytes * (1 + self._is_shared))
         _exchange(direct, rank, rows_W, rows_W, elements_W)
         if "node_rows" in self.wires:
             self._add_to_relays(rank, rows_W, elements_W)
@@ -165,12 +171,13 @@ class Cluster:
         first = rank - rank % places
         inside_W = (np.arange(self.world_size) // places == rank // places).astype(np.int64)
         across_W = (np.arange(self.world_size) % places == rank % places).astype(np.int64)
-        for level, peers_W, behind in (
-            ("inside", inside_W, self.num_hosts),
-            ("across", across_W, places),
+        for level, peers_W, behind, united in (
+            ("inside", inside_W, self.num_hosts, 1),
+            ("across", across_W, places, places),
         ):
             levels[level].send("header", rank, peers_W * _WORD_BYTES * behind)
-            levels[level].send("bits", rank, peers_W * self._bit_bytes)
+            shares = behind + united * self._is_shared
+            levels[level].send("bits", rank, peers_W * self._bit_bytes * shares)
 
         def by_relay(amounts_W: Amounts) -> Amounts:
             relays_W = np.zeros_like(amounts_W)
