@@ -8,7 +8,7 @@ computes the union over ranks. If that is fewer bytes, it does so for a W-th of 
 the union to all with its row numbers: two bits a slot, however many ranks there are.
 
 Shape letters: F features, K micro-batches and chunks, J segments of bags, M matrices, P packs,
-N lookups, S words of bits of a part, U unique rows, W ranks.
+N lookups, U unique rows, W ranks, X words of a header or of bits.
 
 Host syncs per batch on CUDA: the number of unique rows; with lookahead one for the fetch orders;
 one more for several micro-batches.
@@ -133,11 +133,11 @@ class RowRoute(Route):
         # Numbers that the host needs come with the header, which it waits for in any case.
         bits_X = located.used_bits_X
         kept = [located.counts_PQ.reshape(-1), edges_J1, bits_X]
-        bits_WS = bits_X.view(self.row_ranges.num_parts, -1).expand(self.ranks.size, -1)
+        bits_WX = bits_X.view(self.row_ranges.num_parts, -1).expand(self.ranks.size, -1)
         if num_lookups and edges_J1.device.type != "cpu":
             kept.append(rows.counts.max().view(1))  # for sums in pieces, on an accelerator
         return self._request(
-            words=RouteWords([counts_WX, bits_WS], kept),
+            words=RouteWords([counts_WX, bits_WX], kept),
             outside_ids=ids.outside_ids,
             is_prepared=prepared is not None,
             route=self,
@@ -226,7 +226,7 @@ class RowsRequest(RouteRequest):
     def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         """Reads the counts of rows, and returns row numbers by chunk."""
         # In the pieces that RowRoute.read made.
-        (counts_WX, bits_WS), (counts_n, edges_J1, used_bits_X, *most) = words
+        (counts_WX, bits_WX), (counts_n, edges_J1, used_bits_X, *most) = words
         self._most_lookups = int(most[0][0]) if most else 0
         located = self.located
         own_PQ = counts_n.reshape(located.counts_PQ.shape)
@@ -245,7 +245,7 @@ class RowsRequest(RouteRequest):
         served_P = by_pack(self._served_n, self._served_P)
         payloads = by_chunk(wanted_n.split(nums)[1::2], self._wanted_P, served_P, self._served_P)
         # those of this rank's part; words that a relay passes on follow
-        self._touched_X = torch.from_numpy(np.bitwise_or.reduce(bits_WS[: self.route.ranks.size]))
+        self._touched_X = torch.from_numpy(np.bitwise_or.reduce(bits_WX[: self.route.ranks.size]))
         return payloads + self._touched_payloads(wanted_PKW.shape[-1], dtype)
 
     def _touched_payloads(self, num_ranks: int, dtype: torch.dtype) -> list[Payload]:
@@ -253,9 +253,9 @@ class RowsRequest(RouteRequest):
         others, as integers of the wire; nothing if it has all."""
         if self._touched_X.numel() == self.located.used_bits_X.numel():
             return []
-        sent_S = self._touched_X.to(self.route.device, non_blocking=True)
-        self._touched_X = sent_S.new_empty(num_ranks * sent_S.numel())
-        sent_n, received_n = sent_S.view(dtype).repeat(num_ranks), self._touched_X.view(dtype)
+        own_X = self._touched_X.to(self.route.device, non_blocking=True)
+        self._touched_X = own_X.new_empty(num_ranks * own_X.numel())
+        sent_n, received_n = own_X.view(dtype).repeat(num_ranks), self._touched_X.view(dtype)
         each = [len(sent_n) // num_ranks] * num_ranks
         return [Payload(sent_n, each, received_n, each)]
 
