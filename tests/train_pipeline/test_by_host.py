@@ -150,9 +150,15 @@ def test_neither_time_nor_looking_ahead_changes_a_bit(hosts: tuple[int, int]) ->
             runs.compare_runs(by_rank, *keys, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("world_size", "numbers"), [(4, range(6)), (8, range(6, 8))])
-def test_random_plans_train_as_stock(world_size: int, numbers: range) -> None:
-    test_exactness.check_cases([f"hosts/{number}" for number in numbers], world_size, _by_host)
+@pytest.mark.parametrize(
+    ("hosts", "numbers"), [((2, 2), range(6)), ((2, 4), range(6, 7)), ((4, 2), range(7, 8))]
+)
+def test_random_plans_train_as_stock(hosts: tuple[int, int], numbers: range) -> None:
+    def by_host(job: Job) -> Job:
+        return dataclasses.replace(_by_host(job), num_places=hosts[1])
+
+    seeds = [f"hosts/{number}" for number in numbers]
+    test_exactness.check_cases(seeds, hosts[0] * hosts[1], by_host)
 
 
 SMALL = Job(placement={"*": 4}, by_host=("*",))
