@@ -40,6 +40,22 @@ def test_points_that_do_not_rise_go_on_in_proportion(ms: tuple[float, ...]) -> N
     assert curve.ms_at(4000) == pytest.approx(10 * ms[-1])
 
 
+@pytest.mark.parametrize(
+    ("ms", "disturbed"),
+    [
+        ((1.9, 9.0, 43.7, 170.0, 711.2), []),  # emulated links: 2 hosts x 4 ranks, 100 Mbit/s
+        ((1.9, 9.0, 43.7, 286.3, 711.2), [3]),
+        ((2.7, 1.9, 9.0, 43.7, 170.0), [0]),
+        ((0.2, 0.2, 1.8, 9.8, 42.8), []),  # a burst, then the link's rate
+        ((0.3, 0.3, 0.5, 0.9, 9.1), [4]),
+        ((5.0,), []),
+    ],
+)
+def test_disturbed_points(ms: tuple[float, ...], disturbed: list[int]) -> None:
+    sizes = [14336 * 4**i for i in range(len(ms))]
+    assert Curve.fit(sizes, ms).find_disturbed() == disturbed
+
+
 @given(ms=st.lists(st.floats(0.001, 1e3), min_size=1, max_size=8))
 def test_no_coefficient_is_negative(ms: list[float]) -> None:
     curve = Curve.fit([1000 * 4**i for i in range(len(ms))], ms)

@@ -198,6 +198,40 @@ def test_a_size_that_takes_longer_than_foreseen_is_the_last() -> None:
     assert 5.0 < seconds < 15.0
 
 
+class LossyLink(SlowLink):
+    """Some of the first calls of each collective lose a message of 256 KiB, until a timeout."""
+
+    def __init__(self, num_lost: int) -> None:
+        super().__init__(10e6)
+        self.num_lost = dict.fromkeys(COLLECTIVES, num_lost)
+
+    def call(self, name: str, pg: Any, numel: int, device: Any) -> tuple[int, Callable[[], None]]:
+        num_bytes, wait = super().call(name, pg, numel, device)
+
+        def lose() -> None:
+            wait()
+            if num_bytes == 256 << 10 and self.num_lost[name]:
+                self.num_lost[name] -= 1
+                self.now_s += 0.2
+
+        return num_bytes, lose
+
+
+def lose_messages(rank: int, world_size: int) -> list[tuple[CommCurves, int]]:
+    links = [LossyLink(num_lost) for num_lost in (5, 100)]
+    curves = [measured_on_link(world_size, 1, 3000.0, link)[0] for link in links]
+    return [(each, link.num_lost["all_to_all"]) for each, link in zip(curves, links)]
+
+
+def test_a_size_that_took_longer_than_others_let_expect_is_measured_again() -> None:
+    for (clean, _), (lossy, left) in run_ranks(lose_messages, 2, timeout_s=TIMEOUT_S):
+        expected_ms = (LATENCY_S + (256 << 10) / 10e6) * 1e3
+        for name in COLLECTIVES:  # five calls are one point
+            assert clean.collectives[name].ms_at(256 << 10) == pytest.approx(expected_ms)
+            assert lossy.collectives[name].ms_at(256 << 10) == pytest.approx(expected_ms + 200)
+        assert left == 100 - 3 * 5
+
+
 @pytest.mark.parametrize("budget_s", [0.0, -1.0, float("nan")])
 def test_no_time_at_all_is_refused(budget_s: float) -> None:
     with pytest.raises(PicassoError, match=r"budget_s is .*, expected more than 0 seconds"):

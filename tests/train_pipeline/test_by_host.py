@@ -150,27 +150,35 @@ def test_neither_time_nor_looking_ahead_changes_a_bit(hosts: tuple[int, int]) ->
             runs.compare_runs(by_rank, *keys, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("world_size", "numbers"), [(4, range(6)), (8, range(6, 8))])
-def test_random_plans_train_as_stock(world_size: int, numbers: range) -> None:
-    test_exactness.check_cases([f"hosts/{number}" for number in numbers], world_size, _by_host)
+@pytest.mark.parametrize(
+    ("hosts", "numbers"), [((2, 2), range(6)), ((2, 4), range(6, 7)), ((4, 2), range(7, 8))]
+)
+def test_random_plans_train_as_stock(hosts: tuple[int, int], numbers: range) -> None:
+    def by_host(job: Job) -> Job:
+        return dataclasses.replace(_by_host(job), num_places=hosts[1])
+
+    seeds = [f"hosts/{number}" for number in numbers]
+    test_exactness.check_cases(seeds, hosts[0] * hosts[1], by_host)
 
 
 SMALL = Job(placement={"*": 4}, by_host=("*",))
 
 
-def _look_away(rank: int, world_size: int, job: Job) -> list[Tensor]:
-    """An evaluation by hand; rank 1 does not look at what its first two lookups give."""
+def _look_away(rank: int, world_size: int, job: Job, with_graph: bool) -> list[Tensor]:
+    """An evaluation by hand; rank 1 looks at what its second lookup gives, and at nothing else."""
     model, outputs = build(job, rank, world_size).eval(), []
-    with torch.no_grad():
+    with torch.set_grad_enabled(with_graph):
         for step, batch in enumerate(runs.batches_of(job, rank, range(4))):
-            if rank == 1 and step < 2:
+            if rank == 1 and step != 1:
                 model.module.ebc(batch.sparse_features)
             else:
-                outputs.append(model(batch)[1])
+                outputs.append(model(batch)[1].detach())
+    dist.barrier()
     return outputs
 
 
-def test_a_rank_that_does_not_look_at_its_rows_passes_on_those_of_others() -> None:
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_a_rank_that_does_not_look_at_its_rows_passes_on_those_of_others(with_graph: bool) -> None:
     stock = dataclasses.replace(SMALL, placement={"*": "table_wise"})
-    mine, its = (run_ranks(_look_away, 4, job, timeout_s=60) for job in (SMALL, stock))
+    mine, its = (run_ranks(_look_away, 4, job, with_graph, timeout_s=60) for job in (SMALL, stock))
     torch.testing.assert_close(mine, its)

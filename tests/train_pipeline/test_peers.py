@@ -21,8 +21,9 @@ from torchrec_picasso.errors import InputError
 from torchrec_picasso.exchange.peers import Peers
 
 HEARD = Job(placement={"*": 2, "one_row": 1}, tables=ODD)
-HEARD_BY_HOST = replace(HEARD, by_host=("*",))
 HEARD_BESIDE_STOCK = Job(placement={"*": 2, "b": "table_wise"}, tables=PLAIN)
+ALONE = (3, 1)
+"""Hosts and ranks on each; where a host has several, rows travel by host."""
 GROUP_TIMEOUT_S = 5.0
 FAULTY = 1
 BROKEN_STEP = 4
@@ -113,25 +114,31 @@ def fail_on_one_rank(
     return raised
 
 
-def fail(top: Path, job: Job, *how: Any) -> list[tuple[str, str, float]]:
-    """What each of three ranks raises, or of four on two hosts."""
-    world_size = 4 if job.by_host else 3
+def fail(top: Path, job: Job, hosts: tuple[int, int], *how: Any) -> list[tuple[str, str, float]]:
+    """What each rank raises."""
+    num_hosts, num_places = hosts
+    job = replace(job, by_host=("*",) if num_places > 1 else (), num_places=num_places)
+    world_size = num_hosts * num_places
     return run_ranks(fail_on_one_rank, world_size, str(top), job, *how, timeout_s=60)
 
 
 @pytest.mark.parametrize(
-    ("job", "where", "at"),
+    ("job", "hosts", "where"),
     [
-        (HEARD, "forward", "step 4, forward 0"),
-        (HEARD, "data", "step 2, next batch"),
-        (HEARD_BY_HOST, "forward", "step 4, forward 0"),
-        (HEARD_BY_HOST, "data", "step 2, next batch"),
-        (HEARD_BESIDE_STOCK, "forward", "step 4, forward 0"),
+        (HEARD, ALONE, "forward"),
+        (HEARD, ALONE, "data"),
+        (HEARD, (2, 2), "forward"),
+        (HEARD, (2, 4), "forward"),
+        (HEARD, (4, 2), "data"),
+        (HEARD_BESIDE_STOCK, ALONE, "forward"),
     ],
-    ids=["rows", "data", "by host", "data by host", "mixed"],
+    ids=["rows", "data", "2 x 2", "2 x 4", "data of 4 x 2", "mixed"],
 )
-def test_a_rank_that_raises_is_heard_by_all(tmp_path: Path, job: Job, where: str, at: str) -> None:
-    raised = fail(tmp_path, job, where, break_it)
+def test_a_rank_that_raises_is_heard_by_all(
+    tmp_path: Path, job: Job, hosts: tuple[int, int], where: str
+) -> None:
+    raised = fail(tmp_path, job, hosts, where, break_it)
+    at = {"forward": "step 4, forward 0", "data": "step 2, next batch"}[where]
     for rank, (kind, text, _) in enumerate(raised):
         if rank == FAULTY:
             assert (kind, text) == ("BrokenError", "the user's own words")
@@ -143,7 +150,7 @@ def test_a_rank_that_raises_is_heard_by_all(tmp_path: Path, job: Job, where: str
 @pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "stock"])
 def test_peers_of_a_rank_that_lives_on_wait_for_the_timeout(tmp_path: Path, is_ours: bool) -> None:
     """As long under TorchRec's pipeline, whose error does not say why."""
-    raised = fail(tmp_path, HEARD, "forward", break_it, 3 * GROUP_TIMEOUT_S, is_ours)
+    raised = fail(tmp_path, HEARD, ALONE, "forward", break_it, 3 * GROUP_TIMEOUT_S, is_ours)
     words = "the user's own words"
     for rank, (kind, text, after_s) in enumerate(raised):
         if rank == FAULTY:
@@ -155,16 +162,18 @@ def test_peers_of_a_rank_that_lives_on_wait_for_the_timeout(tmp_path: Path, is_o
 
 
 def test_a_loss_without_a_graph_on_one_rank_is_heard_by_all(tmp_path: Path) -> None:
-    raised = fail(tmp_path, HEARD, "forward", forget_graphs)
+    raised = fail(tmp_path, HEARD, ALONE, "forward", forget_graphs)
     kinds = ["RuntimeError" if rank == FAULTY else "PeerError" for rank in range(len(raised))]
     assert [kind for kind, _, _ in raised] == kinds
     for _, text, _ in raised:
         assert "element 0 of tensors does not require grad" in text
 
 
-@pytest.mark.parametrize("job", [HEARD, HEARD_BY_HOST], ids=["rows", "by host"])
-def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path: Path, job: Job) -> None:
-    raised = fail(tmp_path, job, "forward", hang)
+@pytest.mark.parametrize("hosts", [ALONE, (2, 4)])
+def test_a_rank_that_hangs_is_named_within_the_timeout(
+    tmp_path: Path, hosts: tuple[int, int]
+) -> None:
+    raised = fail(tmp_path, HEARD, hosts, "forward", hang)
     for rank, (kind, text, after_s) in enumerate(raised):
         if rank == FAULTY:
             continue

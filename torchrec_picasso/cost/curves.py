@@ -111,6 +111,16 @@ class Curve:
             slope = self.ms[-1] / self.sent_bytes[-1]
         return self.ms[-1] + beyond * slope
 
+    def find_disturbed(self) -> list[int]:
+        """Returns the indices of points whose time is clearly above that of the other points'
+        curve: a larger size took less, or the time does not grow with the bytes."""
+        points, found = [*zip(self.sent_bytes, self.ms)], []
+        for index, (num_bytes, ms) in enumerate(points):
+            others = points[:index] + points[index + 1 :]
+            if others and ms > _CLEARLY * Curve.fit(*zip(*others)).ms_at(num_bytes):
+                found.append(index)
+        return found
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommCurves:

@@ -177,9 +177,8 @@ class _HotColdLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]):
         if agreement is not None and Flags.largest(agreement.wait()).homes_written:
             group.apply_writes()
         rows.read_hot()
-        if not torch.is_grad_enabled():
-            # no backward follows, where all ranks meet: this one may never look at its rows
-            rows.relay(0)
+        # other ranks wait for rows that this rank relays, and it may never look at its own
+        rows.relay(0)
         return rows.acquire(0, partial(self._send, layout), weights_N, is_last=True)
 
     def _send(self, layout: RowLayout, grads_M: Sequence[Tensor]) -> None:

@@ -4,7 +4,8 @@ gloo sums dense gradients in a ring, from each rank to the next. A path that sev
 such as the uplink of a rack, is crossed as often as neighbours in the ring are in different racks.
 One pair of hosts does not fill such a path, so the hosts exchange in pairs, all at once, in each
 round with other partners. The ring of least time between neighbours is then measured beside the
-given one.
+given one. All-to-alls send as many bytes between two hosts in any order, so the order of the
+fastest ring has the shortest step.
 
 After PLink (Luo et al., MLSys 2020) and Cloud Collectives (Luo et al., 2021).
 """
