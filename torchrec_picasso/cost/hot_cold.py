@@ -230,7 +230,7 @@ def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> di
     """Predicts the bytes that a rank sends, by purpose: mean over ranks."""
     to_others = (world_size - 1) / world_size  # rows with their home on this rank are not sent
     rows = (totals.cold_elements + totals.bag_elements) * _WIRE_BYTES * to_others
-    ids = (totals.cold + totals.bag_lookups) * _id_bytes(totals) + totals.bags * _LENGTH_BYTES
+    ids = (totals.cold + totals.bag_lookups) * id_bytes(totals.rows) + totals.bags * _LENGTH_BYTES
     return {
         "header": (world_size - 1) * (_count_bytes(num_packs) + _bit_bytes(totals)),
         "ids": ids * to_others,
@@ -252,7 +252,7 @@ def level_bytes(by_host: ByHost, world_size: int) -> dict[str, dict[str, float]]
     sent = {
         level: {
             "header": counts + num * _bit_bytes(totals),
-            "ids": totals.cold * _id_bytes(totals),
+            "ids": totals.cold * id_bytes(totals.rows),
             "rows": rows[level] * _WIRE_BYTES,
             "gradients": rows[level] * _WIRE_BYTES,
             "hot": 2 * summed[level],
@@ -275,8 +275,9 @@ def _bit_bytes(totals: HotColdTotals) -> float:
     return _WORD_BYTES * math.ceil(totals.hot / _WORD_BITS)
 
 
-def _id_bytes(totals: HotColdTotals) -> int:
-    return 4 if totals.rows <= _LARGEST_INT32 else 8
+def id_bytes(num_rows: float) -> int:
+    """Returns the bytes of a row number, if tables of so many rows share an exchange."""
+    return 4 if num_rows <= _LARGEST_INT32 else 8
 
 
 def hot_cold_memory_bytes(
