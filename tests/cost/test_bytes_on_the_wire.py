@@ -24,7 +24,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from tests.sharding.jobs import OPTIMIZERS, Job, Model, Table, build
 from tests.support.hosts import pretend_hosts
@@ -40,8 +40,10 @@ from torchrec_picasso.cost.curves import COLLECTIVES, Curve
 from torchrec_picasso.cost.hot_cold import ByHost, HotColdTotals, exchange_bytes, level_bytes
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.exchange.agreement import Flags
+from torchrec_picasso.exchange.waiting import tallied
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 from torchrec_picasso.planner import choice
+from torchrec_picasso.planner.explain import summarize
 
 DRIVERS: tuple[Driver, ...] = (None, (1, False), (1, True))
 NUM_WARM = 4  # DDP makes its buckets anew in the second step
@@ -53,7 +55,7 @@ FLAGS_BYTES = 8 * len(Flags())
 
 def _sent_by_purpose(pipeline: Any, batches: Iterator[Batch]) -> dict[str, float]:
     """Bytes of one step of this rank, told apart by their types; "all" is the byte meter's."""
-    with WireMeter() as meter, MessageRecorder() as recorder:
+    with WireMeter() as meter, MessageRecorder() as recorder, tallied() as tally:
         pipeline.progress(batches)
     messages, world_size = recorder.messages, dist.get_world_size()
     reduced = 4 * elements(messages, torch.float32, reduced=True)
@@ -64,6 +66,7 @@ def _sent_by_purpose(pipeline: Any, batches: Iterator[Batch]) -> dict[str, float
         "marks": elements(messages, torch.uint8),
         "sums": reduced * 2 * (world_size - 1) / world_size,
         "all": meter.count.sent_bytes,
+        "received": tally.received_bytes,
     }
 
 
@@ -156,7 +159,7 @@ def test_bytes_of_true_numbers_are_exact(world_size: int, driver: Driver) -> Non
     expected = _predicted(sent_bytes, num_dense, world_size)
     by_rank = [by_driver[driver] for by_driver in run_once(_count_known, world_size)]
     mean = {name: float(np.mean([sent[name] for sent in by_rank])) for name in by_rank[0]}
-    marks = mean.pop("marks")
+    marks, _ = mean.pop("marks"), mean.pop("received")
     mean["header"] -= FLAGS_BYTES * (world_size - 1)
     flags_bytes = FLAGS_BYTES * (world_size - 1)
     assert mean.pop("all") == pytest.approx(expected.pop("all") + marks + flags_bytes, abs=2)
@@ -291,9 +294,25 @@ def _curves_on_hosts() -> CommCurves:
     )
 
 
+def _lookups_by_home(plan: ShardingPlan, world_size: int) -> list[float]:
+    """Lookups of rows that have no replica, by home rank: of the batches that are counted."""
+    served_W = np.zeros(world_size)
+    for rank, step in itertools.product(range(world_size), range(NUM_COUNTED)):
+        features = _drawn_batch(rank, NUM_WARM + step).sparse_features.to_dict()
+        for table in SKEWED:
+            placed = plan.plan["ebc"][table.name]  # type: ignore[index]
+            sizes_W = [shard.shard_sizes[0] for shard in placed.sharding_spec.shards]
+            for feature in table.features:
+                rows = features[feature].values().numpy()
+                cold = rows[~np.isin(rows, placed.cache_params.hot_rows)]
+                home = np.searchsorted(np.cumsum(sizes_W), cold, side="right")
+                served_W += np.bincount(home, minlength=world_size)
+    return (served_W / NUM_COUNTED).tolist()
+
+
 def _plan_and_count(
     rank: int, world_size: int, by_host: bool
-) -> tuple[dict[str, float], dict[str, float]]:
+) -> tuple[dict[str, Any], dict[str, float]]:
     """What the planner expects of a step, on rank 0, and what steps on further batches send."""
     if by_host:
         pretend_hosts(rank, PLACES)
@@ -312,9 +331,11 @@ def _plan_and_count(
     sharders = [HotColdEmbeddingBagCollectionSharder()]
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     num_dense = sum(parameter.numel() for parameter in model.over.parameters())
-    expected = {}
+    expected: dict[str, Any] = {}
     if rank == 0:
         expected = _predicted(planner.decision.sent_bytes, num_dense, world_size)
+        expected["ranks"] = summarize(planner.decision)["ranks"]
+        expected["lookups"] = _lookups_by_home(plan, world_size)
         assert set(planner.decision.forms) == {"node_rows" if by_host else "rows"}
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     sharded = DistributedModelParallel(model, env=env, device=CPU, plan=plan, sharders=sharders)
@@ -337,10 +358,17 @@ def test_the_planners_bytes_are_those_of_a_step(by_host: bool) -> None:
     world_size = HOSTS * PLACES if by_host else 2
     ranks = run_ranks(_plan_and_count, world_size, by_host, timeout_s=100)
     expected = ranks[0][0]
+    predicted, lookups = expected.pop("ranks"), expected.pop("lookups")
+    assert [of["served_lookups"] for of in predicted] == pytest.approx(lookups, rel=0.04)
     mean = {name: float(np.mean([sent[name] for _, sent in ranks])) for name in ranks[0][1]}
     assert mean.pop("marks") == 0
-    mean["header"] -= FLAGS_BYTES * (world_size - 1)
+    flags_bytes = FLAGS_BYTES * (world_size - 1)
+    mean["header"] -= flags_bytes
     assert mean["header"] == expected["header"]
+    del mean["received"]
     if by_host:  # sums of hot rows are messages, too
         mean, expected = ({name: of[name] for name in ("ids", "all")} for of in (mean, expected))
+    else:
+        received = [measured["received"] - flags_bytes for _, measured in ranks]
+        assert [of["received_bytes"] for of in predicted] == pytest.approx(received, rel=0.04)
     assert mean == pytest.approx(expected, rel=0.04)

@@ -9,6 +9,7 @@ import sys
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -147,11 +148,27 @@ def test_homes_follow_the_load() -> None:
     assert over["served_bytes"] == pytest.approx(summary["home_max_over_mean"])
     assert over["row_wise"] == pytest.approx(2.0)  # row 0 of each table is on rank 0
     assert planner.explain()["row_wise_load"].tolist() == pytest.approx([2.0] * len(ROWS))
-    _, sent, memory = zip(*(rank.values() for rank in summary["ranks"]))
+    *_, sent, received, memory = zip(*(rank.values() for rank in summary["ranks"]))
     assert sum(sent) / 2 == pytest.approx(summary["sent_bytes"])
+    assert sum(received) / 2 == pytest.approx(summary["sent_bytes"])
     assert memory[1] > memory[0]
     means = [summary["memory_bytes"][name] for name in ("home", "replica", "buffers")]
     assert sum(memory) / 2 == pytest.approx(sum(means))
+
+
+def test_a_rank_serves_its_home_rows_and_their_lookups() -> None:
+    planner, plan = planned(stats=skewed(), hot_rows={"b": 0})
+    sizes = [s.shard_sizes[0] for s in plan.plan["pooled"]["b"].sharding_spec.shards]  # type: ignore[index]
+    assert sizes[0] == 2  # rows 0 and 1 have 500 of 512 lookups, and each is sent as often as row 2
+    summary = summarize(planner.decision)
+    lookups, served, sent, received, _ = zip(*(rank.values() for rank in summary["ranks"]))
+    others = 2 * 512  # of the other tables, which are stock: a rank's as means
+    assert lookups == (2 * 500 + others, 2 * 12 + others)
+    rows = np.array(served) / (4 * DIM)
+    assert rows == pytest.approx([2.0, 1.0], abs=1e-3)
+    assert np.subtract(received, sent) == pytest.approx(4 * (rows - rows[::-1]))  # row numbers
+    stock = summary["stock_served_lookups"]
+    assert stock == {"row_wise": [6 * 512, 0.0], "table_wise": [4 * 512, 2 * 512]}
 
 
 def test_rows_count_as_equally_often_asked_for_without_counts() -> None:

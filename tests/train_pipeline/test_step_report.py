@@ -97,7 +97,8 @@ def _run(rank: int, world_size: int) -> dict[Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_figures_are_right(setting: tuple[int, bool]) -> None:
-    for rank, found in enumerate(run_once(_run, 2)):
+    ranks = run_once(_run, 2)
+    for rank, found in enumerate(ranks):
         frame = found[setting]["frame"]
         assert frame["step"].tolist() == list(range(JOB.num_steps))
         assert frame["num_samples"].tolist() == [JOB.batch_size(rank)] * JOB.num_steps
@@ -106,6 +107,9 @@ def test_figures_are_right(setting: tuple[int, bool]) -> None:
         metered = [found[setting]["metered"][step] for step in NOT_CHECKED]
         assert frame["sent_bytes"][list(NOT_CHECKED)].tolist() == metered
         assert min(metered) > 0
+        # what the other rank sends
+        metered = [ranks[1 - rank][setting]["metered"][step] for step in NOT_CHECKED]
+        assert frame["received_bytes"][list(NOT_CHECKED)].tolist() == metered
         assert ((frame["exposed_s"] > 0) & (frame["exposed_s"] < frame["seconds"])).all()
         assert (frame["exposed_share"] * frame["seconds"]).to_numpy() == pytest.approx(
             frame["exposed_s"].to_numpy()

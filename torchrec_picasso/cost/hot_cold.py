@@ -230,7 +230,7 @@ def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> di
     """Predicts the bytes that a rank sends, by purpose: mean over ranks."""
     to_others = (world_size - 1) / world_size  # rows with their home on this rank are not sent
     rows = (totals.cold_elements + totals.bag_elements) * _WIRE_BYTES * to_others
-    ids = (totals.cold + totals.bag_lookups) * _id_bytes(totals) + totals.bags * _LENGTH_BYTES
+    ids = (totals.cold + totals.bag_lookups) * id_bytes(totals.rows) + totals.bags * _LENGTH_BYTES
     bits, united = _bit_bytes(totals, world_size)
     return {
         "header": (world_size - 1) * (_count_bytes(num_packs) + bits),
@@ -255,7 +255,7 @@ def level_bytes(by_host: ByHost, world_size: int) -> dict[str, dict[str, float]]
         level: {
             # each peer gets those of the ranks behind it
             "header": world_size * (_count_bytes(by_host.num_packs) + bits),
-            "ids": totals.cold * _id_bytes(totals) + united_by[level],
+            "ids": totals.cold * id_bytes(totals.rows) + united_by[level],
             "rows": rows[level] * _WIRE_BYTES,
             "gradients": rows[level] * _WIRE_BYTES,
             "hot": 2 * summed[level],
@@ -282,8 +282,9 @@ def _bit_bytes(totals: HotColdTotals, world_size: int) -> tuple[int, int]:
     return num_bytes, num_bytes * (num_parts > 1)
 
 
-def _id_bytes(totals: HotColdTotals) -> int:
-    return 4 if totals.rows <= _LARGEST_INT32 else 8
+def id_bytes(num_rows: float) -> int:
+    """Returns the bytes of a row number, if tables of so many rows share an exchange."""
+    return 4 if num_rows <= _LARGEST_INT32 else 8
 
 
 def hot_cold_memory_bytes(

@@ -228,10 +228,9 @@ def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: in
     """Computes the load of the busiest rank divided by the mean: of lookups in equal blocks of
     rows; or of outputs, if the largest whole tables or columns are placed first."""
     if sharding_type == "row_wise":
-        lookups_TW = [load.row_wise_W or [load.lookups / world_size] * world_size for load in loads]
         return over_mean(
             sum(lookups * load.dim for lookups, load in zip(lookups_T, loads))
-            for lookups_T in zip(*lookups_TW)
+            for lookups_T in zip(*_row_wise(loads, world_size))
         )
     rank_loads = [0.0] * world_size
     if sharding_type in ("table_wise", "column_wise"):
@@ -239,6 +238,23 @@ def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: in
             for rank in ranks:
                 rank_loads[rank] += load.vectors * load.dim / len(ranks)
     return over_mean(rank_loads)
+
+
+def served_lookups(sharding_type: str, loads: Sequence[TableLoad], world_size: int) -> list[float]:
+    """Returns the lookups of all ranks' batches that each rank serves: those in its equal block of
+    rows, or in the tables or columns that are placed on it."""
+    if sharding_type == "row_wise":
+        return [world_size * sum(lookups_T) for lookups_T in zip(*_row_wise(loads, world_size))]
+    served_W = [0.0] * world_size
+    for load, ranks in zip(loads, deal_out(sharding_type, loads, world_size)):
+        for rank in ranks:
+            served_W[rank] += world_size * load.lookups
+    return served_W
+
+
+def _row_wise(loads: Sequence[TableLoad], world_size: int) -> list[Sequence[float]]:
+    """Returns a rank's lookups of each table by the rank of their row, in equal blocks."""
+    return [load.row_wise_W or [load.lookups / world_size] * world_size for load in loads]
 
 
 def deal_out(sharding_type: str, loads: Sequence[TableLoad], world_size: int) -> list[list[int]]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_picasso.exchange.all_to_all import new_gloo_group
-from torchrec_picasso.exchange.waiting import Pending, note_sent, wait_for
+from torchrec_picasso.exchange.waiting import Pending, note_bytes, wait_for
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """The gloo group for the flags of a process group, with equal ranks and timeout."""
@@ -58,7 +58,8 @@ class Agreement:
             return
         # (W, n) on the CPU: gloo sends host memory.
         sent_Wn = torch.tensor([list(own)] * pg.size(), dtype=torch.int64, device="cpu")
-        note_sent(sent_Wn[0].nbytes * (pg.size() - 1))
+        num_bytes = sent_Wn[0].nbytes * (pg.size() - 1)
+        note_bytes(num_bytes, num_bytes)
         if pg not in _groups:
             _groups[pg] = new_gloo_group(pg, device, "flags")
         self._received_Wn = torch.empty_like(sent_Wn)

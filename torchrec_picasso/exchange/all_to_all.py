@@ -45,7 +45,7 @@ from torchrec.distributed.types import CommOp
 
 from torchrec_picasso._torchrec import QuantizedCommCodecs, get_gradient_division
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.exchange.waiting import Pending, note_all_reduce, note_sent
+from torchrec_picasso.exchange.waiting import Pending, note_all_reduce, note_bytes
 
 _PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -115,7 +115,8 @@ class Ranks:
         if self.size == 1:
             output_m.copy_(input_n)
             return _Nothing()
-        note_sent((sum(send_W) - send_W[self.rank]) * input_n.element_size())
+        sent, received = (sum(sizes_W) - sizes_W[self.rank] for sizes_W in (send_W, receive_W))
+        note_bytes(sent * input_n.element_size(), received * input_n.element_size())
         pg, sizes = self.pg, (list(receive_W), list(send_W))
         by_gloo = input_n.device.type == "cpu" and is_on_gloo(pg)
         if by_gloo:

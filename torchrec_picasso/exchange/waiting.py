@@ -1,4 +1,4 @@
-"""Waits for exchanges, and counts what the exchanges of this package send.
+"""Waits for exchanges, and counts what the exchanges of this package send and receive.
 
 All waits are here, so a profile shows exposed communication: the profiler records when a message
 was posted but not when Python blocks on it; a named range around the wait records that. Without a
@@ -37,6 +37,8 @@ class WireTally:
     sent_bytes: int = 0
     """Bytes sent to other ranks, as by the usual bandwidth-optimal algorithm of each collective;
     protocol headers are not counted."""
+    received_bytes: int = 0
+    """Likewise, from other ranks."""
     waited_s: float = 0.0
     """Seconds that the host waited for exchanges, without the waiting time of an accelerator."""
 
@@ -46,7 +48,7 @@ _watching: list[WireTally] = []
 
 @contextmanager
 def tallied() -> Iterator[WireTally]:
-    """Context in which sent bytes and waiting time are counted."""
+    """Context in which bytes and waiting time are counted."""
     tally = WireTally()
     _watching.append(tally)
     try:
@@ -60,15 +62,18 @@ def is_watched() -> bool:
     return bool(_watching)
 
 
-def note_sent(num_bytes: int) -> None:
-    """Adds bytes sent to other ranks."""
+def note_bytes(sent: int, received: int) -> None:
+    """Adds bytes sent to other ranks, and those received from them."""
     for tally in _watching:
-        tally.sent_bytes += num_bytes
+        tally.sent_bytes += sent
+        tally.received_bytes += received
 
 
 def note_all_reduce(num_bytes: int, world_size: int) -> None:
-    """Adds the bytes that a rank sends in a ring all-reduce: reduce-scatter, then all-gather."""
-    note_sent(2 * (world_size - 1) * num_bytes // world_size)
+    """Adds the bytes that a rank sends, and receives as many, in a ring all-reduce: reduce-scatter,
+    then all-gather."""
+    each_way = 2 * (world_size - 1) * num_bytes // world_size
+    note_bytes(each_way, each_way)
 
 
 def named_range(*name: object) -> AbstractContextManager[object]:

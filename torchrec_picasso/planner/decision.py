@@ -38,6 +38,8 @@ class Decision(Choice):
     """Home blocks of the row-exchanged tables; ``None`` = no statistics or no such tables."""
     block_rows: Mapping[int, tuple[int, ...]]
     """Number of home rows on each rank, by position of each table in ``homes``."""
+    home_lookups: Mapping[int, tuple[float, ...]]
+    """Lookups of a rank's batch in the home rows of each rank that have no replica, likewise."""
     curves: CommCurves
     world_size: int
     batch_size: int  # samples per rank and step
@@ -85,15 +87,22 @@ def decide(
         choice = choose(tables, pricer, given_hot=given)
     in_rows = [i for i, form in enumerate(choice.forms) if form not in (None, "bags")]
     homes = None
+    block_rows: dict[int, tuple[int, ...]] = {}
+    home_lookups: dict[int, tuple[float, ...]] = {}
     if stats is not None:
         works = [choice.works[i] for i in in_rows]
         homes = _homes(works, hot_sets, stats, world_size, replica_budget_bytes)
+        block_rows |= zip(in_rows, homes.block_rows_TW if homes is not None else ())
+        for i, rows_W in block_rows.items():
+            load = tables[i].load
+            home_lookups[i] = _lookups_by_home(load, stats, rows_W, hot_sets[load.name])
     return Decision(
         **vars(choice),
         tables=tuple(tables),
         placements=_placements(tables, choice, hot_sets, num_waves),
         homes=homes,
-        block_rows=dict(zip(in_rows, homes.block_rows_TW)) if homes is not None else {},
+        block_rows=block_rows,
+        home_lookups=home_lookups,
         curves=curves,
         world_size=world_size,
         batch_size=batch_size,
@@ -226,11 +235,20 @@ def _row_loads(work: TableWork, hot_sets: Mapping[str, Tensor], stats: Frequency
 
 def _with_row_wise(load: TableLoad, stats: FrequencyStats, world_size: int) -> TableLoad:
     """Adds the lookups that stock row-wise sharding puts on each rank."""
+    blocks = even_blocks(load.num_embeddings, world_size)
+    return replace(load, row_wise_W=_lookups_by_home(load, stats, blocks, torch.empty(0)))
+
+
+def _lookups_by_home(
+    load: TableLoad, stats: FrequencyStats, block_rows_W: Sequence[int], hot_H: Tensor
+) -> tuple[float, ...]:
+    """Tells apart, by home rank, a rank's lookups of rows that have no replica."""
     counts = stats.tables[load.name]
-    ends_W = np.cumsum(even_blocks(load.num_embeddings, world_size))
-    home_U = np.searchsorted(ends_W, counts.rows_U.numpy(), side="right")
-    seen_W = np.bincount(home_U, counts.likely_counts.numpy(), minlength=world_size)
-    # lookups of rows without a count, and of a table without any, count as even
+    cold_counts_U = counts.likely_counts * ~torch.isin(counts.rows_U, hot_H)
+    home_U = np.searchsorted(np.cumsum(block_rows_W), counts.rows_U.numpy(), side="right")
+    seen_W = np.bincount(home_U, cold_counts_U.numpy(), minlength=len(block_rows_W))
+    # lookups of rows without a count, and of a table without any, are even over rows
     total = max(counts.num_lookups, 1)
-    lookups_W = seen_W + (total - seen_W.sum()) / world_size
-    return replace(load, row_wise_W=tuple((lookups_W / total * load.lookups).tolist()))
+    others = total - float(counts.likely_counts.sum())
+    lookups_W = seen_W + others / load.num_embeddings * np.array(block_rows_W)
+    return tuple((lookups_W / total * load.lookups).tolist())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchrec_picasso.cost.hot_cold import hot_cold_memory_bytes
-from torchrec_picasso.cost.stock import max_over_mean, over_mean
+from torchrec_picasso.cost.hot_cold import hot_cold_memory_bytes, id_bytes
+from torchrec_picasso.cost.stock import max_over_mean, over_mean, served_lookups
 from torchrec_picasso.planner.decision import Decision
 
 if TYPE_CHECKING:
@@ -37,9 +37,12 @@ def summarize(decision: Decision) -> dict[str, Any]:
     ``num_micro_batches`` (``None`` = nothing is interleaved). ``wire_ms`` and ``compute_ms``: lower
     bounds of ``step_ms``. ``dense_ms``: the dense part, 0 if not known. ``priced_ms``: the step of
     each priced plan, empty if the caller gave ``hot_rows``. ``stock_ms``, ``stock_sent_bytes`` and
-    ``speedup`` are ``None`` if a table has no stock option. ``ranks``: bytes of each rank, those of
-    stock tables and of bags as means. ``busiest_over_mean``: by quantity the busiest rank over the
-    mean, of stock ``row_wise`` (lookups) and ``table_wise`` (bags) too.
+    ``speedup`` are ``None`` if a table has no stock option. ``ranks``: by rank the lookups of all
+    ranks' batches in its rows, of which it sends each distinct one once, and its bytes; stock
+    tables and bags count as means. ``busiest_over_mean``: by quantity the busiest rank over the
+    mean, of stock ``row_wise`` (lookups times dim) and ``table_wise`` (outputs) too.
+    ``stock_served_lookups``: those of each rank, if all tables had one of these types; without
+    statistics ``table_wise`` alone.
     """
     step, homes, curves = decision.step, decision.homes, decision.curves
     plan = zip(decision.works, decision.num_hot, decision.forms)
@@ -65,7 +68,7 @@ def summarize(decision: Decision) -> dict[str, Any]:
         "home_max_over_mean": homes.max_over_mean if homes is not None else None,
         "even_home_max_over_mean": homes.even_max_over_mean if homes is not None else None,
         "ranks": (ranks := _ranks(decision, memory)),
-        "busiest_over_mean": _busiest_over_mean(decision, ranks),
+        **_stock_loads(decision, ranks),
         "curves": curves.mismatch(world_size=decision.world_size, device=curves.device)
         or "of this world size",
     }
@@ -77,20 +80,25 @@ def summarize(decision: Decision) -> dict[str, Any]:
 
 
 def _ranks(decision: Decision, memory: Mapping[str, float]) -> list[dict[str, float]]:
-    """Predicts what each rank serves, sends and stores for hot/cold tables in one step; ``memory``
-    are the means over ranks."""
+    """Predicts what each rank serves, sends, receives and stores for hot/cold tables in one step;
+    ``memory`` are the means over ranks."""
     world_size, homes = decision.world_size, decision.homes
-    num_hot, forms = decision.num_hot, decision.forms
-    works = [(i, work) for i, work in enumerate(decision.works) if forms[i]]
-    in_rows = [(i, work) for i, work in works if forms[i] != "bags"]
-    even = sum(work.split(num_hot[i]).cold_used * work.load.dim for i, work in in_rows)
+    works = [(i, work) for i, work in enumerate(decision.works) if decision.forms[i]]
+    in_rows = [(i, work) for i, work in works if decision.forms[i] != "bags"]
+    cold = [(work.load, work.split(decision.num_hot[i]).cold_used) for i, work in in_rows]
+    even = sum(rows * load.dim for load, rows in cold)
     load_W = homes.load_W if homes is not None else (even / world_size,) * world_size
     all_bytes = sum(load_W) * _WIRE_BYTES  # of the rows that a rank requests, its own included
-    others = sum(decision.sent_bytes.values()) - 2 * all_bytes * (world_size - 1) / world_size
+    number_bytes = id_bytes(sum(load.num_embeddings for load, _ in cold))
+    # bytes of row numbers per byte of rows
+    numbers = number_bytes * sum(rows for _, rows in cold) / all_bytes if all_bytes else 0.0
+    to_others = all_bytes * (world_size - 1) / world_size
+    others = sum(decision.sent_bytes.values()) - (2 + numbers) * to_others
+    lookups_W = [sum(lookups_T) for lookups_T in zip(*_lookups_by_home(decision))]
     found = []
     for rank, load in enumerate(load_W):
-        served = load * _WIRE_BYTES * (world_size - 1)  # rows to other ranks
-        gradients = all_bytes - load * _WIRE_BYTES
+        served = load * _WIRE_BYTES * (world_size - 1)  # rows to other ranks, their gradients back
+        fetched = all_bytes - load * _WIRE_BYTES  # rows from other ranks, their gradients back
         blocks = ((work, decision.block_rows.get(i)) for i, work in works)
         home = sum(
             (rows_W[rank] if rows_W else work.load.num_embeddings / world_size)
@@ -99,23 +107,38 @@ def _ranks(decision: Decision, memory: Mapping[str, float]) -> list[dict[str, fl
         )
         found.append(
             {
+                "served_lookups": lookups_W[rank],
                 "served_bytes": served,
-                "sent_bytes": others + served + gradients,
+                "sent_bytes": others + served + (1 + numbers) * fetched,
+                "received_bytes": others + fetched + (1 + numbers) * served,
                 "memory_bytes": home + memory["replica"] + memory["buffers"],
             }
         )
     return found
 
 
-def _busiest_over_mean(
-    decision: Decision, ranks: Sequence[Mapping[str, float]]
-) -> dict[str, float]:
-    found = {name: over_mean([rank[name] for rank in ranks]) for name in ranks[0]}
-    loads = [work.load for work in decision.works]
+def _lookups_by_home(decision: Decision) -> list[Sequence[float]]:
+    """Lookups of all ranks' batches that replicas do not serve, by table and home rank."""
+    world_size = decision.world_size
+    found: list[Sequence[float]] = []
+    for i, work in enumerate(decision.works):
+        mean = work.load.lookups * (1 - work.split(decision.num_hot[i]).coverage) / world_size
+        lookups_W = decision.home_lookups.get(i, (mean,) * world_size)
+        found.append([world_size * lookups for lookups in lookups_W])
+    return found
+
+
+def _stock_loads(decision: Decision, ranks: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Compares the loads of ranks with those of stock plans."""
+    loads, world_size = [work.load for work in decision.works], decision.world_size
+    over = {name: over_mean(rank[name] for rank in ranks) for name in ranks[0]}
     kinds = (
         ("row_wise", "table_wise") if any(load.row_wise_W for load in loads) else ("table_wise",)
     )
-    return found | {kind: max_over_mean(kind, loads, decision.world_size) for kind in kinds}
+    return {
+        "busiest_over_mean": over | {k: max_over_mean(k, loads, world_size) for k in kinds},
+        "stock_served_lookups": {k: served_lookups(k, loads, world_size) for k in kinds},
+    }
 
 
 def why_nothing_is_hot_cold(decision: Decision) -> str | None:

@@ -24,6 +24,7 @@ _KIB = 1024  # unit of ru_maxrss on Linux
 _OVER_STEPS = {
     "served_rows": "mean",
     "sent_bytes": "mean",
+    "received_bytes": "mean",
     "exposed_s": "mean",
     "peak_bytes": "max",
 }
@@ -42,8 +43,10 @@ class StepReport:
         exposed_s: Part of ``seconds`` in which the host waited for exchanges of this package.
         sent_bytes: Bytes sent to other ranks by exchanges of this package and by the reduction of
             dense gradients.
+        received_bytes: Likewise, received from other ranks.
         served_rows: Home rows that ranks asked of this rank, each counted once per rank that asked,
-            by host once per host. Compared over ranks, they show the busiest one.
+            by host once per host. Compared over ranks, they show the busiest one. The lookups of
+            these rows stay on the rank that asks, which does not count them by home rank.
         coverage: Share of hot rows among the distinct rows of this rank's batch; tables that travel
             as rows only. ``None`` if there are no such rows.
         peak_bytes: Largest memory of the process so far; on CUDA, of its tensors on the device.
@@ -55,6 +58,7 @@ class StepReport:
     num_samples: int
     exposed_s: float
     sent_bytes: int
+    received_bytes: int
     served_rows: int
     coverage: float | None
     peak_bytes: int
@@ -106,9 +110,10 @@ class StepReports:
         return pd.DataFrame(lines)
 
     def by_rank(self, pg: dist.ProcessGroup | None = None) -> pd.DataFrame:
-        """Gathers the ranks' means of ``served_rows``, ``sent_bytes`` and ``exposed_s`` over steps,
-        and their largest ``peak_bytes``, one line per rank. Collective over ``pg``, ``None`` = all
-        ranks; ``frame.max() / frame.mean()`` is the busiest rank over the mean."""
+        """Gathers the ranks' means of ``served_rows``, ``sent_bytes``, ``received_bytes`` and
+        ``exposed_s`` over steps, and their largest ``peak_bytes``, one line per rank. Collective
+        over ``pg``, ``None`` = all ranks; ``frame.max() / frame.mean()`` is the busiest rank over
+        the mean."""
         import pandas as pd
 
         own = pd.DataFrame(map(vars, self.reports), columns=[*_OVER_STEPS]).agg(_OVER_STEPS)
@@ -152,6 +157,7 @@ class StepWatch:
             num_samples=num_samples,
             exposed_s=self._tally.waited_s,
             sent_bytes=self._tally.sent_bytes,
+            received_bytes=self._tally.received_bytes,
             served_rows=sum(pack.served.num_rows for pack in packs),
             coverage=_coverage(packs),
             peak_bytes=self._peak_bytes(),

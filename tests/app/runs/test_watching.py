@@ -247,6 +247,7 @@ def test_a_run_that_goes_on_replaces_what_it_trains_again(tmp_path: Path) -> Non
         num_samples=8,
         exposed_s=0.5,
         sent_bytes=1,
+        received_bytes=1,
         served_rows=0,
         coverage=None,
         peak_bytes=1,

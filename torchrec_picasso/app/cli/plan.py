@@ -128,8 +128,9 @@ def _print_summary(summary: dict[str, Any], frame: pd.DataFrame) -> None:
     over = summary["busiest_over_mean"]
     fullest = max(summary["ranks"], key=lambda rank: rank["memory_bytes"])
     print(
-        f"busiest rank over mean: rows served {over['served_bytes']:.2f}, bytes sent "
-        f"{over['sent_bytes']:.2f}, memory {over['memory_bytes']:.2f} (rank "
+        f"busiest rank over mean: rows served {over['served_bytes']:.2f} (lookups "
+        f"{over['served_lookups']:.2f}), bytes sent {over['sent_bytes']:.2f}, received "
+        f"{over['received_bytes']:.2f}, memory {over['memory_bytes']:.2f} (rank "
         f"{summary['ranks'].index(fullest)}, {fullest['memory_bytes'] / _MIB:,.0f} MiB); stock "
         f"table_wise {over['table_wise']:.2f}{_row_wise(over, frame)}"
     )
