@@ -43,6 +43,12 @@ MOST = {
     (64, 4, 1): (242, 3),
 }
 """Launches and host syncs of a step by (ranks, packs, micro-batches); the dense part has none."""
+BAGS = [
+    table_of(f"{pack}{home}", pack, 4, [6 - 6 * home, 6 * home], [])
+    for pack in (0, 1)
+    for home in (0, 1)
+]
+"""Two packs of a table on each rank."""
 ALL_KINDS = [
     table_of("a", 0, 4, [3, 4], [1, 5]),
     replace(table_of("b", 0, 4, [2, 1], [0], 2), mean=True),
@@ -182,8 +188,11 @@ def _count_what_is_no_operator(patch: pytest.MonkeyPatch, device: PretendedDevic
 
 
 def measure(world_size: int, num_packs: int, num_parts: int, lookahead: bool) -> PretendedDevice:
+    return _second_step(world_of(world_size, num_packs), num_parts, lookahead)
+
+
+def _second_step(world: World, num_parts: int, lookahead: bool) -> PretendedDevice:
     """A step after another one, which made what steps keep."""
-    world = world_of(world_size, num_packs)
     put_on_device(world)
     trained = Trained(world, num_parts, lookahead)
     trained.request(0)
@@ -200,6 +209,15 @@ def test_launches_and_waits_are_no_more(case: tuple[int, int, int], most: tuple[
     launches, syncs, _ = device.totals
     assert launches <= most[0], device.table()
     assert syncs <= most[1], device.table()
+
+
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_bags_wait_for_the_header_alone(num_parts: int) -> None:
+    world = make_world(2, [replace(table, route="bags") for table in BAGS])
+    device = _second_step(world, num_parts, lookahead=True)
+    assert not device.mixed
+    (wait,) = device.syncs.elements()
+    assert wait.startswith("exchange/header.py"), device.table()
 
 
 def test_few_keys_are_sorted_as_integers_of_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
