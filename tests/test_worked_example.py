@@ -20,6 +20,7 @@ from tests.rows.worlds import (
     table_of,
     whole_tables,
 )
+from torchrec_picasso.ops.bags import micro_batch_of_lookup, segment_edges
 from torchrec_picasso.ops.row_order import first_use_chunks
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
@@ -123,10 +124,17 @@ def _of_rows(batch: RowRequest) -> Any:
     return request
 
 
+def _micro_batch_N(request: Any) -> Tensor:
+    """Of each lookup, in bag order."""
+    cut, offsets_S1 = request.cut, request.ids.bags.offsets_S1
+    edges_J1 = segment_edges(offsets_S1, cut.bags_by_segment)
+    return micro_batch_of_lookup(edges_J1, cut.micro_batch_by_segment, int(offsets_S1[-1]))
+
+
 def _of_ids(world: World, batches: Sequence[RowRequest]) -> Lines:
     features = [batch.features for batch in batches]
     requests = [_of_rows(batch) for batch in batches]
-    chunks = [first_use_chunks(r.ids.rows, r.micro_batch_N, NUM_PARTS) for r in requests]
+    chunks = [first_use_chunks(r.ids.rows, _micro_batch_N(r), NUM_PARTS) for r in requests]
     (route,) = world.groups[0].routes
     hot = route.hot
     chunk_words = [
@@ -156,7 +164,7 @@ def _of_ids(world: World, batches: Sequence[RowRequest]) -> Lines:
             requests,
             lambda r: _join(
                 *r.ids.rows.ids_U[r.ids.rows.row_of_lookup_N].split(
-                    torch.bincount(r.micro_batch_N).tolist()
+                    torch.bincount(_micro_batch_N(r)).tolist()
                 )
             ),
         ),

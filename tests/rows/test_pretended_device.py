@@ -36,13 +36,19 @@ from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.storage.row_tables import RowTables
 
 MOST = {
-    (2, 1, 1): (130, 3),
-    (2, 1, 4): (182, 4),
-    (8, 4, 1): (242, 3),
-    (8, 4, 4): (351, 4),
-    (64, 4, 1): (242, 3),
+    (2, 1, 1): (130, 2),
+    (2, 1, 4): (180, 2),
+    (8, 4, 1): (242, 2),
+    (8, 4, 4): (351, 2),
+    (64, 4, 1): (242, 2),
 }
 """Launches and host syncs of a step by (ranks, packs, micro-batches); the dense part has none."""
+BAGS = [
+    table_of(f"{pack}{home}", pack, 4, [6 - 6 * home, 6 * home], [])
+    for pack in (0, 1)
+    for home in (0, 1)
+]
+"""Two packs of a table on each rank."""
 ALL_KINDS = [
     table_of("a", 0, 4, [3, 4], [1, 5]),
     replace(table_of("b", 0, 4, [2, 1], [0], 2), mean=True),
@@ -182,11 +188,14 @@ def _count_what_is_no_operator(patch: pytest.MonkeyPatch, device: PretendedDevic
 
 
 def measure(world_size: int, num_packs: int, num_parts: int, lookahead: bool) -> PretendedDevice:
-    """A step after another one, which made what steps keep."""
-    world = world_of(world_size, num_packs)
+    return _second_step(world_of(world_size, num_packs), num_parts, lookahead)
+
+
+def _second_step(world: World, num_parts: int, lookahead: bool) -> PretendedDevice:
+    """A step after itself and another one, which made what steps keep."""
     put_on_device(world)
     trained = Trained(world, num_parts, lookahead)
-    trained.request(0)
+    trained.step(2)
     trained.step(1)
     trained.device = PretendedDevice()
     trained.step(2)
@@ -202,6 +211,15 @@ def test_launches_and_waits_are_no_more(case: tuple[int, int, int], most: tuple[
     assert syncs <= most[1], device.table()
 
 
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_bags_wait_for_the_header_alone(num_parts: int) -> None:
+    world = make_world(2, [replace(table, route="bags") for table in BAGS])
+    device = _second_step(world, num_parts, lookahead=True)
+    assert not device.mixed
+    (wait,) = device.syncs.elements()
+    assert wait.startswith("exchange/header.py"), device.table()
+
+
 def test_few_keys_are_sorted_as_integers_of_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     dtypes = []
 
@@ -212,8 +230,8 @@ def test_few_keys_are_sorted_as_integers_of_few_bits(monkeypatch: pytest.MonkeyP
     for name in ("sort", "argsort"):
         monkeypatch.setattr(torch, name, partial(noted, getattr(torch, name)))
     measure(2, 1, 4, lookahead=True)
-    # ids and segments of three batches; of two also their fetch orders and their micro-batches
-    assert Counter(dtypes) == {torch.int32: 3, torch.uint8: 3 + 2 * 2}
+    # ids, segments and micro-batches of three batches, and the fetch orders of two
+    assert Counter(dtypes) == {torch.int32: 3, torch.uint8: 2 * 3 + 2}
 
 
 @pytest.mark.parametrize("num_parts", [1, 3])
@@ -263,6 +281,7 @@ def test_a_mix_and_a_wait_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return find(ids_N)
 
     plain = measure(2, 1, 1, lookahead=False)
+    assert plain.totals[1] == 1  # the header
     monkeypatch.setattr(id_reader, "unique_rows", careless)
     device = measure(2, 1, 1, lookahead=False)
     assert not plain.mixed

@@ -35,6 +35,21 @@ def test_training_schedules_are_legal(num_micro_batches: int, lookahead: bool) -
         assert kinds.index("fetch_clean") < kinds.index("update")
 
 
+@pytest.mark.parametrize("forwards_first", [False, True])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+def test_where_waits_block_no_host_the_mask_goes_before_gradients(
+    num_micro_batches: int, forwards_first: bool
+) -> None:
+    setting = Setting(num_micro_batches, lookahead=True)
+    ops = training_schedule(setting, forwards_first=forwards_first).ops
+    early = training_schedule(setting, forwards_first=forwards_first, waits_on_stream=True).ops
+    assert {*early} == {*ops}
+    sent = [[op.kind for op in order if KINDS[op.kind].sends] for order in (early, ops)]
+    before, after = (kinds.index("send_dirty_mask") for kinds in sent)
+    assert "send_gradients" not in sent[0][:before]
+    assert sent[1][after - 2 : after] == ["send_gradients", "reduce_hot"]
+
+
 @pytest.mark.parametrize("num_waves", [1, 2])
 def test_of_two_that_share_no_rows_the_first_sends_gradients_before_the_second_runs(
     num_waves: int,

@@ -30,9 +30,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_picasso.ops.ids import segment_of
+from torchrec_picasso.ops.ids import counting, segment_of
 from torchrec_picasso.ops.pack_plan import PackPlan
-from torchrec_picasso.ops.row_order import LocatedRows, UniqueRows, first_of_runs, stable_order
+from torchrec_picasso.ops.row_order import (
+    LocatedRows,
+    UniqueRows,
+    first_of_runs,
+    nonzero_indices,
+    stable_order,
+)
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
 from torchrec_picasso.ops.streams import kept_by_stream
 
@@ -116,7 +122,8 @@ def move_segments(
     """Permutes segments of vectors, ``(N,)``: segment s of the results is ``order_S[s]`` of these.
 
     ``offsets_S1`` are the first entry of each given segment, and N, in the type of the lengths;
-    ``None`` = unknown. Returns the same of the results, and the results.
+    ``None`` = unknown. On an accelerator, empty segments may follow those of ``order_S``. Returns
+    the same of the results, and the results.
     """
     num = values[0].numel()
     if lengths_S.device.type == "cpu":
@@ -129,6 +136,7 @@ def move_segments(
     # The operator above would sum the given and the moved lengths once more.
     to_offsets, order_S = torch.ops.fbgemm.asynchronous_complete_cumsum, order_S.to(lengths_S.dtype)
     offsets_S1 = to_offsets(lengths_S) if offsets_S1 is None else offsets_S1
+    offsets_S1 = offsets_S1[: order_S.numel() + 1]
     moved_S1 = to_offsets(lengths_S.index_select(0, order_S))
     source_N = torch.ops.fbgemm.expand_into_jagged_permute(order_S, offsets_S1, moved_S1, num)
     return moved_S1, [each.index_select(0, source_N) for each in values]
@@ -211,6 +219,62 @@ def micro_batch_of_lookup(
     return numbers.index_select(0, segment_of(edges_J1[1:], num_lookups))
 
 
+@dataclass(frozen=True)
+class LookupGroups:
+    """Lookups grouped by micro-batch, then row; G is not known on the host before the header."""
+
+    lookups_N: Tensor
+    """The lookups, group by group, int64."""
+    row_N: Tensor
+    """The row of each of these, int64."""
+    start_G1: Tensor
+    """First lookup of each group, and N, int64; on an accelerator entries without meaning follow,
+    N + 1 in all."""
+    counts: Tensor
+    """Number of groups by micro-batch and matrix, int64, ``(K M,)``."""
+
+
+def group_by_micro_batch(
+    rows: UniqueRows, micro_batch_N: Tensor, edges_J1: Tensor, cut: BatchCut
+) -> LookupGroups:
+    """Groups lookups by row in each micro-batch; arguments as for :func:`micro_batch_of_lookup`.
+    Costs one stable sort of N small integers, no host sync."""
+    edges = _edges_by_micro_batch(edges_J1, cut)
+    # lookups_by_row_N is grouped by row. A stable sort by micro-batch keeps this grouping within
+    # each micro-batch, so N keys below K suffice.
+    keys_N = micro_batch_N.index_select(0, rows.lookups_by_row_N)
+    order_N = stable_order(keys_N, cut.num_micro_batches)
+    lookups_N = rows.lookups_by_row_N.index_select(0, order_N)
+    row_N = rows.row_of_lookup_N.index_select(0, lookups_N)
+    # A group starts where the row changes or a new (micro-batch, matrix) begins. The mask has one
+    # entry more than rows, so that the last edge (= N) is a valid index.
+    is_start_N1 = first_of_runs(row_N).index_fill_(0, edges, True)
+    # Groups of a micro-batch and matrix: number of starts between neighbouring edges.
+    if edges.device.type == "cpu":
+        start_G1 = nonzero_indices(is_start_N1)
+        before = torch.searchsorted(start_G1, edges)
+    else:
+        count_N1 = is_start_N1.cumsum(0)
+        start_G1 = torch.searchsorted(
+            count_N1, counting(edges.device, count_N1.numel()), right=True
+        )
+        before = count_N1.index_select(0, edges)
+    return LookupGroups(lookups_N, row_N, start_G1, torch.diff(before))
+
+
+def _edges_by_micro_batch(edges_J1: Tensor, cut: BatchCut) -> Tensor:
+    """Returns the first lookup of each micro-batch and matrix, and N, of lookups in that order."""
+    num_segments = [[len(bags_J) for bags_J in row] for row in cut.segments_MK]
+    first, num_parts = _edges(num_segments), cut.num_micro_batches
+    # From counts by matrix and micro-batch to counts by micro-batch and matrix.
+    if edges_J1.device.type == "cpu":
+        lookups_MK = np.diff(edges_J1.numpy()[first]).reshape(-1, num_parts)
+        return torch.from_numpy(np.cumsum([0, *lookups_MK.T.flat]))
+    edges = edges_J1.index_select(0, _on_device(edges_J1.device, tuple(first)))
+    lookups_MK = torch.diff(edges).view(-1, num_parts)
+    return torch.ops.fbgemm.asynchronous_complete_cumsum(lookups_MK.t().reshape(-1))
+
+
 def cut_pooling(
     bags: Bags,
     rows: UniqueRows,
@@ -218,29 +282,29 @@ def cut_pooling(
     fetch_position_U: Tensor,
     cut: BatchCut,
     *,
-    micro_batch_N: Tensor | None,
+    groups: LookupGroups | None,
+    groups_KM: Counts,
     lookups_MK: Counts,
     num_rows_M: Sequence[int],
     most_lookups: int = 0,
 ) -> list[list[PoolingIndex]]:
-    """Splits the pooling of a batch by micro-batch and matrix.
+    """Splits the pooling of a batch by micro-batch and matrix; O(N), no host sync.
 
     ``fetch_position_U`` is the position of each unique row among the fetched rows, int64;
-    ``micro_batch_N`` that of each lookup, ``None`` = there is one; ``most_lookups`` are those of a
-    row, 0 on the CPU. O(N) for one micro-batch; for several one stable sort of N small integers,
-    and a host sync on CUDA for G.
+    ``groups`` are those of several micro-batches, ``groups_KM`` their counts; ``most_lookups`` are
+    those of a row, 0 on the CPU.
     """
-    # groups_KM: number of distinct rows.
-    if micro_batch_N is None:
+    if groups is None:
         # Move whole segments (the lookups of one row) from ascending id order to request order.
         offsets_G1, (lookups_N,) = move_segments(
             located.order_U, rows.counts, [rows.lookups_by_row_N], rows.edges_U1
         )
         position_G, groups_KM = None, [list(num_rows_M)]
     else:
-        lookups_N, offsets_G1, position_G, groups_KM = _group_by_micro_batch(
-            rows, located, micro_batch_N, list(zip(*lookups_MK))
-        )
+        lookups_N = groups.lookups_N
+        offsets_G1 = groups.start_G1[: sum(map(sum, groups_KM)) + 1]
+        row_G = groups.row_N.index_select(0, offsets_G1[:-1])
+        position_G = located.request_positions.index_select(0, row_G)
     whole = PoolingIndex(
         row_of_lookup_N=fetch_position_U.index_select(0, rows.row_of_lookup_N),
         bag_offsets_S1=None,  # by part
@@ -253,34 +317,6 @@ def cut_pooling(
         most_lookups=most_lookups,
     )
     return _parts(whole, bags.offsets_S1, cut, lookups_MK, groups_KM, num_rows_M)
-
-
-def _group_by_micro_batch(
-    rows: UniqueRows, located: LocatedRows, micro_batch_N: Tensor, lookups_KM: Counts
-) -> tuple[Tensor, Tensor, Tensor, list[list[int]]]:
-    """Groups lookups by row in each micro-batch. Returns the lookups, the first one of each group,
-    and N, the position of the group's row in request order, and the number of groups of each
-    micro-batch and matrix."""
-    edges = torch.tensor(_edges(lookups_KM)).to(micro_batch_N.device, non_blocking=True)
-    # lookups_by_row_N is grouped by row. A stable sort by micro-batch keeps this grouping within
-    # each micro-batch, so N keys below K suffice.
-    order_N = stable_order(micro_batch_N.index_select(0, rows.lookups_by_row_N), len(lookups_KM))
-    lookups_N = rows.lookups_by_row_N.index_select(0, order_N)
-    row_N = rows.row_of_lookup_N.index_select(0, lookups_N)
-    # Shape (G,): a group starts where the row changes or a new (micro-batch, matrix) begins. The
-    # mask has one entry more than rows, so that the last edge (= N) is a valid index.
-    is_start_N1 = first_of_runs(row_N).index_fill_(0, edges, True)
-    # The only host copy: G_km = number of group starts between neighbouring edges.
-    if is_start_N1.device.type == "cpu":
-        start_G = is_start_N1[:-1].nonzero().squeeze(1)
-        first_KM = torch.searchsorted(start_G, edges)
-        groups_KM = torch.diff(first_KM).view(len(lookups_KM), -1).tolist()
-    else:
-        first_KM = is_start_N1.cumsum(0).index_select(0, edges)
-        groups_KM = torch.diff(first_KM).view(len(lookups_KM), -1).tolist()
-        start_G = torch.nonzero_static(is_start_N1[:-1], size=sum(map(sum, groups_KM))).squeeze(1)
-    position_G = located.request_positions.index_select(0, row_N.index_select(0, start_G))
-    return lookups_N, torch.cat([start_G, edges[-1:]]), position_G, groups_KM
 
 
 def _bags_by_row(bags: Bags, lookups_N: Tensor) -> Tensor:

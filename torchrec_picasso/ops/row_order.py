@@ -30,7 +30,7 @@ Source: PICASSO (arXiv 2204.04903), Unique&Partition.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -38,6 +38,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from torchrec_picasso.ops.ids import (
     HotSlots,
@@ -128,7 +129,11 @@ def nonzero_indices(mask_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class UniqueRows:
-    """Distinct ids of a batch and the maps between lookups and rows."""
+    """Distinct ids of a batch and the maps between lookups and rows.
+
+    On an accelerator the host does not know U before the header, so U is N there: behind the
+    distinct ids, the largest integer stands for rows without lookups.
+    """
 
     ids_U: Tensor
     """Distinct ids, ascending, in the input's type."""
@@ -155,28 +160,31 @@ def first_of_runs(sorted_N: Tensor) -> Tensor:
 def unique_rows(ids_N: Tensor) -> UniqueRows:
     """Finds the distinct ids of a batch: int32 or int64, none below 0, possibly no ids at all.
 
-    Costs one sort of N, and one host sync on CUDA for U.
+    Costs one sort of N, no host sync.
     """
     sorted_N, lookups_by_row_N = sort_with_tags(ids_N)
     # row_N: index of the row for each lookup in sorted order, shape (N,). The scatter moves it back
     # to the input order of the lookups.
     row_N, edges_U1 = _runs(sorted_N)
     row_of_lookup_N = torch.empty_like(row_N).scatter_(0, lookups_by_row_N, row_N)
-    ids_U = sorted_N.index_select(0, edges_U1[:-1])
+    if sorted_N.device.type == "cpu":
+        ids_U = sorted_N.index_select(0, edges_U1[:-1])
+    else:
+        ids_U = torch.full_like(sorted_N, torch.iinfo(sorted_N.dtype).max)
+        ids_U.scatter_(0, row_N, sorted_N)
     return UniqueRows(ids_U, row_of_lookup_N, lookups_by_row_N, edges_U1)
 
 
 def _runs(sorted_N: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the run of equal values of each entry, ``(N,)``, and the first entry of each run, and
-    N, ``(U + 1,)``, both int64."""
+    N, ``(U + 1,)``, both int64. On an accelerator U is N there: no entry begins the last runs."""
     if sorted_N.device.type == "cpu":
         first_N1 = first_of_runs(sorted_N)
         return first_N1[:-1].cumsum(0).sub_(1), nonzero_indices(first_N1)
     run_N = torch.zeros_like(sorted_N, dtype=torch.int64)
     torch.ne(sorted_N[1:], sorted_N[:-1], out=run_N[1:])
     run_N.cumsum_(0)
-    num_runs = int(run_N[-1]) + 1 if run_N.numel() else 0  # the host sync
-    return run_N, torch.searchsorted(run_N, counting(run_N.device, num_runs + 1))
+    return run_N, torch.searchsorted(run_N, counting(run_N.device, run_N.numel() + 1))
 
 
 CLEAN, FIRST_DIRTY = 0, 1
@@ -199,7 +207,8 @@ class RowRanges:
     """End of the linear ids of each range, ascending, in the type of linear ids."""
     shift_R: Tensor
     """Offset from a linear id to its hot slot, or to its row in the home rank's storage of the
-    pack, in the type of linear ids."""
+    pack, in the type of linear ids. Like the next two, it has one entry more, for rows without
+    lookups (:class:`UniqueRows`)."""
     flag_R: Tensor
     """Hot slot, int64; ``num_flags`` for cold rows."""
     segment_R: Tensor
@@ -228,20 +237,22 @@ class RowRanges:
         per_pack = 1 + space.world_size
         replicas_R = space.block_pack_TW[block_R] * per_pack
         segment_R = replicas_R + 1 + space.block_rank_TW[block_R]
-        num_parts = parts_to_unite(hot.num_rows, space.world_size)
-        flag_R = torch.full_like(start_R, flags_of(hot.num_rows, num_parts))
+        num_flags = flags_of(hot.num_rows, parts_to_unite(hot.num_rows, space.world_size))
+        flag_R = torch.full_like(start_R, num_flags)
         if hot.num_rows:
             slot_R, is_hot_R = hot.find(start_R)
             stored_R, flag_R = (torch.where(is_hot_R, slot_R, cold) for cold in (stored_R, flag_R))
             segment_R = torch.where(is_hot_R, replicas_R, segment_R)
+        num_segments = space.num_packs * per_pack
         return RowRanges(
             world_size=space.world_size,
             num_packs=space.num_packs,
             num_hot_rows=hot.num_rows,
             end_R=end_R.to(space.id_dtype),
-            shift_R=(stored_R - start_R).to(space.id_dtype),
-            flag_R=flag_R,
-            segment_R=small_keys(segment_R, space.num_packs * per_pack),
+            shift_R=pad(stored_R - start_R, (0, 1)).to(space.id_dtype),
+            flag_R=pad(flag_R, (0, 1), value=num_flags),
+            # behind all segments: not counted
+            segment_R=small_keys(pad(segment_R, (0, 1), value=num_segments), num_segments),
         )
 
     @cached_property
@@ -278,6 +289,13 @@ class LocatedRows:
     def request_positions(self) -> Tensor:
         """Inverse of ``order_U``: request position of each ascending id, int64, ``(U,)``."""
         return positions_of(self.order_U)
+
+    def first(self, num_rows: int) -> LocatedRows:
+        """Drops rows without lookups (:class:`UniqueRows`)."""
+        if num_rows == self.order_U.numel():
+            return self
+        stored_U, order_U = self.storage_row_U[:num_rows], self.order_U[:num_rows]
+        return replace(self, storage_row_U=stored_U, order_U=order_U)
 
 
 def first_use_chunks(rows: UniqueRows, micro_batch_N: Tensor, num_micro_batches: int) -> Tensor:

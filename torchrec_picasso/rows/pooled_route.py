@@ -9,22 +9,20 @@ rank is ordered by sample, so it already is a slice of the pooled output's colum
 
     one micro-batch of a pack's matrix:   | home 0: (n, F_0 D) | home 1: (n, F_1 D) | ...
 
-Header words of a pair of ranks: K numbers of samples, and A numbers of lookups.
+Header words of a pair of ranks: K numbers of samples, and A K numbers of lookups.
 
 Shape letters: A packs of bags, F features, K micro-batches, W ranks, S bags, N lookups, X words,
 D dim.
 
-Host syncs per batch on CUDA: one, for the lookups of each feature, and one per pack for several
-micro-batches.
+Host syncs per batch on CUDA: none, the numbers of lookups come with the header.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -32,7 +30,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
-from torchrec_picasso.ops.bags import incoming_bag_order, reorder_bags
+from torchrec_picasso.ops.bags import incoming_bag_order, reorder_bags, segment_edges
 from torchrec_picasso.ops.id_reader import PreparedIds
 from torchrec_picasso.ops.ids import shift_rows
 from torchrec_picasso.ops.pack_plan import PackPlan
@@ -77,6 +75,9 @@ class PooledRoute(Route):
         """Number of features that each rank pools, by pack and rank."""
         for table, (pack, home) in zip(self.tables, homes):
             self.features_by_home[pack][home] += len(table.feature_names)
+        nums = torch.tensor(self.features_by_home).view(-1)
+        self.home_F = torch.arange(len(nums)).repeat_interleave(nums).to(self.device)
+        """Pack and home rank of each feature, as ``pack * W + rank``, int64."""
         ids_F2 = self.space.feature_ids_F2
         _, first_F = self.space.find_blocks(ids_F2[:, 0].contiguous())
         self.rows_F2 = ids_F2 + (first_F - ids_F2[:, 0]).unsqueeze(1)
@@ -104,29 +105,36 @@ class PooledRoute(Route):
         """Splits the lookups of a batch by pack and home rank; takes nothing prepared."""
         values_N, weights_N = features.values(), features.weights_or_none()
         sizes = [size for size in sizes_K if size is not None]
-        # A host sync for the lookups of each feature; from these those by pack and home rank.
-        lookups_F = features.length_per_key()
-        remaining = iter(lookups_F)
-        nums_AW = self.features_by_home
-        lookups_AW = [[sum(islice(remaining, num)) for num in nums_W] for nums_W in nums_AW]
-        lookups_A = list(map(sum, lookups_AW))
+        num_packs, num_ranks, num_parts = self.space.num_packs, self.ranks.size, len(sizes)
+        # First lookup of each (feature, micro-batch), and N: the host does not know them.
+        edges = segment_edges(features.offsets(), sizes * len(self.home_F))
         # Row of the table plus the table's first row in the home rank's storage, shape (N,).
-        end_F = torch.tensor([*accumulate(lookups_F)]).to(values_N.device, non_blocking=True)
-        rows_N, outside_ids = shift_rows(values_N, end_F, self.rows_F2, torch.int64)
-        lengths_A = features.lengths().split(
-            [sum(sizes) * num_features for num_features in self.plan.features_M]
+        ends_F = edges[num_parts::num_parts].contiguous()
+        rows_N, outside_ids = shift_rows(values_N, ends_F, self.rows_F2, torch.int64)
+        # Lookups by pack, home rank and micro-batch: this rank needs all, each home its own.
+        lookups_FK = torch.diff(edges).to(torch.int64).view(-1, num_parts)
+        lookups = lookups_FK.new_zeros(num_packs * num_ranks, num_parts)
+        lookups_AWK = lookups.index_add_(0, self.home_F, lookups_FK).view(
+            num_packs, num_ranks, num_parts
         )
-        # One message per home rank, shape (W, K + A).
-        words_WX = torch.tensor([[*sizes, *n_A] for n_A in zip(*lookups_AW)])
+        samples_K = torch.tensor(sizes).to(values_N.device, non_blocking=True)
         return _Request(
-            words=RouteWords([words_WX.to(values_N.device, non_blocking=True)]),
+            # Messages to home ranks, shape (W, K) and (W, A K).
+            words=RouteWords(
+                [
+                    samples_K.expand(num_ranks, -1),
+                    lookups_AWK.transpose(0, 1).reshape(num_ranks, -1),
+                ],
+                kept=[lookups_AWK.view(-1)],
+            ),
             outside_ids=outside_ids,
             route=self,
             sizes_K=sizes,
-            rows_A=rows_N.split(lookups_A),
-            lengths_A=lengths_A,
-            weights_A=None if weights_N is None else weights_N.float().split(lookups_A),
-            lookups_AW=lookups_AW,
+            rows_N=rows_N,
+            lengths_A=features.lengths().split(
+                [sum(sizes) * num_features for num_features in self.plan.features_M]
+            ),
+            weights_N=None if weights_N is None else weights_N.float(),
         )
 
 
@@ -136,35 +144,43 @@ class _Request(RouteRequest):
 
     route: PooledRoute
     sizes_K: Sequence[int]
-    rows_A: Sequence[Tensor]
+    rows_N: Tensor
     """Home row of each lookup, int64."""
     lengths_A: Sequence[Tensor]
-    weights_A: Sequence[Tensor] | None
-    lookups_AW: Sequence[Sequence[int]]
-    """Number of lookups, on the host."""
+    weights_N: Tensor | None
+    _incoming_AK: Sequence[Sequence[int]] = field(init=False)
+    """Number of lookups that this rank pools, by pack and micro-batch."""
     _samples_WK: tuple[tuple[int, ...], ...] = field(init=False)
     _received_A: list[list[Tensor]] = field(init=False, default_factory=list)
 
     def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
-        ((words_WX,), _) = words
-        samples_WK, lookups_WA = np.split(words_WX, [len(self.sizes_K)], axis=1)
+        (samples_WK, lookups_WX), (own_n,) = words
         self._samples_WK = tuple(map(tuple, samples_WK.tolist()))
+        num_ranks, num_parts = samples_WK.shape
+        lookups_WAK = lookups_WX.reshape(num_ranks, -1, num_parts)
+        self._incoming_AK = lookups_WAK.sum(0).tolist()
+        incoming_AW = lookups_WAK.sum(2).T.tolist()
+        lookups_AW = own_n.reshape(-1, num_ranks, num_parts).sum(2)
+        lookups_A = lookups_AW.sum(1).tolist()
+        rows_A, weights_A = self.rows_N.split(lookups_A), None
+        if self.weights_N is not None:
+            weights_A = self.weights_N.split(lookups_A)
         payloads: list[Payload] = []
         for p, features_W in enumerate(self.route.features_by_home):
-            lookups_W, incoming_W = self.lookups_AW[p], lookups_WA[:, p].tolist()
+            lookups_W, incoming_W = lookups_AW[p].tolist(), incoming_AW[p]
             own_features = features_W[self.route.ranks.rank]
             # One entry (sent, sent_W, received_W) per vector. Lengths: one per (sample, feature).
             vectors = [
-                (self.rows_A[p], lookups_W, incoming_W),
+                (rows_A[p], lookups_W, incoming_W),
                 (
                     self.lengths_A[p],
                     [sum(self.sizes_K) * features for features in features_W],
                     [sum(sizes_K) * own_features for sizes_K in self._samples_WK],
                 ),
             ]
-            if self.weights_A is not None:
+            if weights_A is not None:
                 # float32 weights are sent as their bits in the integer payload.
-                bits = self.weights_A[p].contiguous().view(torch.int32)
+                bits = weights_A[p].contiguous().view(torch.int32)
                 vectors.append((bits, lookups_W, incoming_W))
             own = [
                 Payload(sent.to(dtype), sent_W, sent.new_empty(sum(got_W), dtype=dtype), got_W)
@@ -187,7 +203,7 @@ class _Request(RouteRequest):
                     # One vector per (sample, feature): n samples take n F rows.
                     vectors=slice(start * sum(features_W), end * sum(features_W)),
                     size=end - start,
-                    has_weights=self.weights_A is not None,
+                    has_weights=self.weights_N is not None,
                 )
                 for features_W, dim in zip(features_AW, plan.dim_M)
             ]
@@ -239,19 +255,14 @@ class _Request(RouteRequest):
                 mean_scale_S = mean_scale(torch.diff(ordered.offsets_S1).float(), mean_S)
             else:
                 weights_N = mean_weights(weights_N, ordered.offsets_S1, mean_S, rows.numel())
-        # Nothing is fetched ahead: exchange 0 is empty, and with one micro-batch exchange 1 is all.
-        lookups_E1 = [0, 0, rows.numel()]
-        if len(counts_KW) > 1:
-            # First bag of each exchange, shape (E + 1,).
-            edges = torch.tensor(served_by_fetch.edges).to(rows.device, non_blocking=True)
-            lookups_E1 = ordered.offsets_S1.index_select(0, edges).tolist()
         return _IncomingBags(
             home_row_numbers_n=home_row_numbers_n,
             offsets_S1=ordered.offsets_S1,
             weights_N=weights_N,
             mean_scale_S=mean_scale_S,
             served_by_fetch=served_by_fetch,
-            lookups_E1=lookups_E1,
+            # Nothing is fetched ahead: exchange 0 is empty.
+            lookups_E1=[0, *accumulate(self._incoming_AK[p], initial=0)],
         )
 
 

@@ -10,8 +10,7 @@ the union to all with its row numbers: two bits a slot, however many ranks there
 Shape letters: F features, K micro-batches and chunks, J segments of bags, M matrices, P packs,
 N lookups, U unique rows, W ranks, X words of a header or of bits.
 
-Host syncs per batch on CUDA: the number of unique rows; with lookahead one for the fetch orders;
-one more for several micro-batches.
+Host syncs per batch on CUDA: with lookahead one, for the fetch orders.
 """
 
 from __future__ import annotations
@@ -29,7 +28,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
 from torchrec_picasso.exchange.packed import Payload
-from torchrec_picasso.ops.bags import BatchCut, cut_pooling, micro_batch_of_lookup, segment_edges
+from torchrec_picasso.ops.bags import (
+    BatchCut,
+    LookupGroups,
+    cut_pooling,
+    group_by_micro_batch,
+    micro_batch_of_lookup,
+    segment_edges,
+)
 from torchrec_picasso.ops.id_reader import IdReader, PreparedIds, ReadIds
 from torchrec_picasso.ops.ids import IdSpace
 from torchrec_picasso.ops.pack_plan import PackPlan
@@ -122,11 +128,12 @@ class RowRoute(Route):
         rows, num_lookups = ids.rows, features.values().numel()
         cut = BatchCut.from_strides(features.stride_per_key(), sizes_K, self.plan)
         edges_J1 = segment_edges(ids.bags.offsets_S1, cut.bags_by_segment)
-        micro_batch_N = chunk_U = None
+        groups = chunk_U = None
         # With one micro-batch all rows are in chunk 0, so no chunk has to be computed.
         if cut.num_micro_batches > 1:
             micro_batch_N = micro_batch_of_lookup(edges_J1, cut.micro_batch_by_segment, num_lookups)
             chunk_U = first_use_chunks(rows, micro_batch_N, cut.num_micro_batches)
+            groups = group_by_micro_batch(rows, micro_batch_N, edges_J1, cut)
         located = locate_rows(rows.ids_U, self.row_ranges, chunk_U, cut.num_micro_batches)
         # for rank w: P K counts, from (P K, W) transposed
         counts_WX = self.by_rank(located.counts_PQ[:, 1:].reshape(-1, self.space.world_size).t())
@@ -134,6 +141,8 @@ class RowRoute(Route):
         bits_X = located.used_bits_X
         kept = [located.counts_PQ.reshape(-1), edges_J1, bits_X]
         bits_WX = bits_X.view(self.row_ranges.num_parts, -1).expand(self.ranks.size, -1)
+        if groups is not None:
+            kept.append(groups.counts)
         if num_lookups and edges_J1.device.type != "cpu":
             kept.append(rows.counts.max().view(1))  # for sums in pieces, on an accelerator
         return self._request(
@@ -145,7 +154,7 @@ class RowRoute(Route):
             cut=cut,
             ids=ids,
             located=located,
-            micro_batch_N=micro_batch_N,
+            groups=groups,
         )
 
     def _request(self, **fields: Any) -> RowsRequest:
@@ -204,8 +213,10 @@ class RowsRequest(RouteRequest):
     ids: ReadIds
     located: LocatedRows
     """The unique rows in request order."""
-    micro_batch_N: Tensor | None
-    """Micro-batch of each lookup in bag order, int64; ``None`` = there is one."""
+    groups: LookupGroups | None
+    """Lookups by micro-batch and row; ``None`` = there is one micro-batch."""
+    _groups_KM: Sequence[Sequence[int]] = ()
+    """Number of these groups."""
     _lookups_MKJ: Sequence[Sequence[Sequence[int]]] = field(init=False)
     """Number of lookups of each segment."""
     _most_lookups: int = field(init=False)
@@ -226,9 +237,11 @@ class RowsRequest(RouteRequest):
     def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         """Reads the counts of rows, and returns row numbers by chunk."""
         # In the pieces that RowRoute.read made.
-        (counts_WX, bits_WX), (counts_n, edges_J1, used_bits_X, *most) = words
-        self._most_lookups = int(most[0][0]) if most else 0
-        located = self.located
+        (counts_WX, bits_WX), (counts_n, edges_J1, used_bits_X, *others) = words
+        if self.groups is not None:
+            self._groups_KM = others.pop(0).reshape(len(self.sizes_K), -1).tolist()
+        self._most_lookups = int(others[0][0]) if others else 0
+        self.located = located = self.located.first(int(counts_n.sum()))
         own_PQ = counts_n.reshape(located.counts_PQ.shape)
         num_packs = len(own_PQ)
         wanted_PKW, served_PKW = self._counts(
@@ -303,7 +316,8 @@ class RowsRequest(RouteRequest):
             self.located,
             fetch_positions(self.located, orders.wanted_order_n, nums_P),
             self.cut,
-            micro_batch_N=self.micro_batch_N,
+            groups=self.groups,
+            groups_KM=self._groups_KM,
             lookups_MK=[[sum(lookups_J) for lookups_J in row] for row in self._lookups_MKJ],
             num_rows_M=num_rows_M,
             most_lookups=self._most_lookups,

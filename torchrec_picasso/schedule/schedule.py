@@ -101,13 +101,17 @@ def training_schedule(
     *,
     num_waves: int = 1,
     forwards_first: bool = True,
+    waits_on_stream: bool = False,
 ) -> Schedule:
     """Returns the schedule of a training step.
 
     Exchanges that wait for no update start first and are needed last: the clean rows of the next
     batch follow the dirty rows of this batch, so the wire is busy during forward; ids are exchanged
     a step ahead. Without clean rows, the layout of the next batch is built while the last gradients
-    are on the wire.
+    are on the wire. A wait for row numbers that blocks the host comes after the last backward. One
+    that blocks the ids' stream alone (``waits_on_stream``) comes before the first: exchanges of an
+    accelerator run in the order of their start, and the dirty mask, which the next layout waits
+    for, shall not be behind gradients.
 
     The next batch has by default the setting of this batch, and the batch after that the setting of
     the next. ``num_waves`` counts the waves of packs. ``forwards_first`` is that of
@@ -120,20 +124,23 @@ def training_schedule(
     late_layout = [] if following.lookahead else [ahead.pop(0)]
     *early, last = backward_order(this, forwards_first)
     forwards = _for_chunks("forward", THIS, this)
+    sends = [Op("send_row_numbers", AFTER)]
+    arrivals = _row_numbers_arrive(AFTER, after or following)
+    if waits_on_stream:
+        sends, arrivals = sends + arrivals, []
     # Chunk k's gradients are sent while the micro-batches that run after backward k compute.
     if is_depth_first(this, forwards_first):
         ops = [*ahead, forwards[0], Op("backward", THIS, 0)]
         # After a backward: the header that the ids wait for is behind the rows on the wire.
-        ops.append(Op("send_row_numbers", AFTER))
-        ops += [*_by_wave("send_gradients", THIS, 0, waves), forwards[1]]
+        ops += [*sends, *_by_wave("send_gradients", THIS, 0, waves), forwards[1]]
     else:
-        ops = [*ahead, *forwards, Op("send_row_numbers", AFTER)]
+        ops = [*ahead, *forwards, *sends]
         for index in early:
             ops += [Op("backward", THIS, index), Op("send_gradients", THIS, index)]
     ops.append(Op("backward", THIS, last))  # also reduces dense gradients
     for wave in waves:
         ops += [Op("send_gradients", THIS, last, wave), Op("reduce_hot", THIS, wave=wave)]
-    ops += [*late_layout, *_row_numbers_arrive(AFTER, after or following)]
+    ops += [*late_layout, *arrivals]
     for wave in waves:
         # Wave w's dirty rows are fetched while wave w + 1 waits for its gradients.
         ops += [Op("update", THIS, wave=wave), Op("fetch_dirty", NEXT, 0, wave)]

@@ -80,8 +80,12 @@ class BatchQueue:
     def schedule(self, *settings: Setting) -> Schedule:
         """Returns the schedule of a training step on batches with these settings, by the plan's
         waves of packs and order of micro-batches, which are known from the first step on."""
-        waves = self._num_waves
-        return training_schedule(*settings, num_waves=waves, forwards_first=self._forwards_first)
+        return training_schedule(
+            *settings,
+            num_waves=self._num_waves,
+            forwards_first=self._forwards_first,
+            waits_on_stream=self._id_stream.stream is not None,
+        )
 
     def work_with(self, operations: Operations) -> None:
         """Sets what runs the operations of schedules, and the model that they run."""
