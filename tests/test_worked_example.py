@@ -124,8 +124,8 @@ def _of_rows(batch: RowRequest) -> Any:
     return request
 
 
-def _micro_batch_N(request: Any) -> Tensor:
-    """Of each lookup, in bag order."""
+def _micro_batches_of(request: Any) -> Tensor:
+    """The micro-batch of each lookup, in bag order."""
     cut, offsets_S1 = request.cut, request.ids.bags.offsets_S1
     edges_J1 = segment_edges(offsets_S1, cut.bags_by_segment)
     return micro_batch_of_lookup(edges_J1, cut.micro_batch_by_segment, int(offsets_S1[-1]))
@@ -134,7 +134,7 @@ def _micro_batch_N(request: Any) -> Tensor:
 def _of_ids(world: World, batches: Sequence[RowRequest]) -> Lines:
     features = [batch.features for batch in batches]
     requests = [_of_rows(batch) for batch in batches]
-    chunks = [first_use_chunks(r.ids.rows, _micro_batch_N(r), NUM_PARTS) for r in requests]
+    chunks = [first_use_chunks(r.ids.rows, _micro_batches_of(r), NUM_PARTS) for r in requests]
     (route,) = world.groups[0].routes
     hot = route.hot
     chunk_words = [
@@ -164,7 +164,7 @@ def _of_ids(world: World, batches: Sequence[RowRequest]) -> Lines:
             requests,
             lambda r: _join(
                 *r.ids.rows.ids_U[r.ids.rows.row_of_lookup_N].split(
-                    torch.bincount(_micro_batch_N(r)).tolist()
+                    torch.bincount(_micro_batches_of(r)).tolist()
                 )
             ),
         ),

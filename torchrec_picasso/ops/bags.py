@@ -271,8 +271,8 @@ def _edges_by_micro_batch(edges_J1: Tensor, cut: BatchCut) -> Tensor:
         lookups_MK = np.diff(edges_J1.numpy()[first]).reshape(-1, num_parts)
         return torch.from_numpy(np.cumsum([0, *lookups_MK.T.flat]))
     edges = edges_J1.index_select(0, _on_device(edges_J1.device, tuple(first)))
-    lookups_MK = torch.diff(edges).view(-1, num_parts)
-    return torch.ops.fbgemm.asynchronous_complete_cumsum(lookups_MK.t().reshape(-1))
+    lookups_KM = torch.diff(edges).view(-1, num_parts).t()
+    return torch.ops.fbgemm.asynchronous_complete_cumsum(lookups_KM.reshape(-1))
 
 
 def cut_pooling(
