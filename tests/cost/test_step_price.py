@@ -109,7 +109,7 @@ def test_ranks_get_as_many_lookups_whatever_rows_they_repeat() -> None:
 def test_memory_counts_homes_replicas_and_state() -> None:
     work = TableWork(load(optimizer_share=0.5), world_size=2)
     memory = hot_cold_memory_bytes([(work, 3, "rows")])
-    assert memory["home"] == pytest.approx(50 * 16 * 4 * 1.5)
+    assert memory["home"] == pytest.approx(50 * (16 * 4 * 1.5 + 1 + 4))  # a mark, a count
     assert memory["replica"] == pytest.approx(3 * (16 * 4 * 1.5 + HOT_ROW_BYTES))
     assert memory["optimizer"] == pytest.approx(53 * 16 * 4 * 0.5)
     wide = TableWork(load(dim=256), world_size=2)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.cost.local import LocalCosts, LocalWork
-from torchrec_picasso.cost.table_work import Summable, TableWork
+from torchrec_picasso.cost.table_work import Summable, TableLoad, TableWork
 from torchrec_picasso.ops.ids import parts_to_unite, words_of
 from torchrec_picasso.placement import Form
 
@@ -21,6 +21,7 @@ HEADER_FLAGS = 3
 """Words of a header that are no counts."""
 _LENGTH_BYTES = 4
 _WIRE_BYTES = 4  # a float32 element
+_MARK_BYTES, _COUNT_BYTES = 1, 4  # of a home row
 _LARGEST_INT32 = 2**31 - 1
 
 # Rows of several packs are concatenated before an exchange and split after it. On one core, 24
@@ -287,12 +288,18 @@ def id_bytes(num_rows: float) -> int:
     return 4 if num_rows <= _LARGEST_INT32 else 8
 
 
+def home_row_bytes(load: TableLoad, num_hot: float) -> float:
+    """Returns the bytes of a home row: weights, optimizer state, its mark as dirty, and its access
+    count if the table has hot rows."""
+    return load.row_bytes + _MARK_BYTES + _COUNT_BYTES * (num_hot > 0)
+
+
 def hot_cold_memory_bytes(
     tables: Iterable[tuple[TableWork, float, Form]], num_parts: int = 1
 ) -> dict[str, float]:
     """Predicts the bytes of hot/cold tables per rank; each has its number of hot rows and its form.
 
-    ``home`` and ``replica`` are weights and optimizer state, ``optimizer`` the state of both, and
+    ``home`` and ``replica`` are rows with their state, ``optimizer`` the state of both, and
     ``buffers`` those of a step in ``num_parts`` micro-batches with lookahead: rows, output, and
     their gradients, those that a relay passes on included."""
     home = replica = optimizer = buffers = 0.0
@@ -302,7 +309,7 @@ def hot_cold_memory_bytes(
     for work, hot, form in tables:
         load = work.load
         at_home = load.num_embeddings / work.world_size
-        home += at_home * load.row_bytes
+        home += at_home * home_row_bytes(load, hot)
         replica += hot * load.replica_bytes
         state_bytes = load.row_bytes * (load.optimizer_share / (1 + load.optimizer_share))
         optimizer += (at_home + hot) * state_bytes

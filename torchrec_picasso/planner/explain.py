@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchrec_picasso.cost.hot_cold import hot_cold_memory_bytes, id_bytes
+from torchrec_picasso.cost.hot_cold import home_row_bytes, hot_cold_memory_bytes, id_bytes
 from torchrec_picasso.cost.stock import max_over_mean, over_mean, served_lookups
 from torchrec_picasso.planner.decision import Decision
 
@@ -99,12 +99,11 @@ def _ranks(decision: Decision, memory: Mapping[str, float]) -> list[dict[str, fl
     for rank, load in enumerate(load_W):
         served = load * _WIRE_BYTES * (world_size - 1)  # rows to other ranks, their gradients back
         fetched = all_bytes - load * _WIRE_BYTES  # rows from other ranks, their gradients back
-        blocks = ((work, decision.block_rows.get(i)) for i, work in works)
-        home = sum(
-            (rows_W[rank] if rows_W else work.load.num_embeddings / world_size)
-            * work.load.row_bytes
-            for work, rows_W in blocks
-        )
+        home = 0.0
+        for i, work in works:
+            rows_W = decision.block_rows.get(i)
+            num_rows = rows_W[rank] if rows_W else work.load.num_embeddings / world_size
+            home += num_rows * home_row_bytes(work.load, decision.num_hot[i])
         found.append(
             {
                 "served_lookups": lookups_W[rank],
