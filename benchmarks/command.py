@@ -1,9 +1,15 @@
-"""Helpers of the benchmarks' commands: parsers and numeric options."""
+"""Helpers of the benchmarks' commands: parsers, numeric options, pictures that do not change."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
+
+SVG_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "simulations"}
+"""matplotlib's settings for letters as text, and names of parts that do not change."""
+SVG_OPTIONS: dict[str, Any] = {"metadata": {"Date": None, "Creator": None}}
+"""Options of ``save_picture``: equal results give an equal file."""
 
 
 def command_parser(module: str, description: str | None) -> argparse.ArgumentParser:

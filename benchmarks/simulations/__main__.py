@@ -14,13 +14,11 @@ from pathlib import Path
 
 import matplotlib
 
-from benchmarks.command import command_parser
+from benchmarks.command import SVG_OPTIONS, SVG_STYLE, command_parser
 from torchrec_picasso.app.cli.simulate import draw
 
 _RESULTS = Path(__file__).parents[1] / "results"
 _FILES = [_RESULTS / f"simulate_{name}.json" for name in ("criteo", "fields_460", "hstu")]
-_SAME_EACH_TIME = {"svg.fonttype": "none", "svg.hashsalt": "simulations"}
-"""Letters as text, and names of parts that do not change."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"there is no file {path}")
     kept = [json.loads(path.read_text()) for path in args.files]
     clusters_of = {Path(each["question"]["config"]).stem: each["clusters"] for each in kept}
-    with matplotlib.rc_context(_SAME_EACH_TIME):
-        draw(clusters_of, args.out, metadata={"Date": None, "Creator": None})
+    with matplotlib.rc_context(SVG_STYLE):
+        draw(clusters_of, args.out, **SVG_OPTIONS)
     return 0
 
 

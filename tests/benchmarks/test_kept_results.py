@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import hstu
 from benchmarks.simulations import __main__ as simulations
 from torchrec_picasso.app.config.load import load_rules
 from torchrec_picasso.app.config.quality import QualityConfig
@@ -61,9 +62,10 @@ def test_figures_are_those_of_the_kept_run() -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="its matplotlib draws otherwise")
-def test_the_picture_of_simulations_is_of_the_kept_results(tmp_path: Path) -> None:
-    assert simulations.main(["-o", str(drawn := tmp_path / "simulated.svg")]) == 0
-    assert drawn.read_text() == (ROOT / "docs" / "simulated.svg").read_text()
+@pytest.mark.parametrize(("drawing", "name"), [(simulations, "simulated.svg"), (hstu, "hstu.svg")])
+def test_pictures_are_of_the_kept_results(drawing: Any, name: str, tmp_path: Path) -> None:
+    assert drawing.main(["-o", str(drawn := tmp_path / name)]) == 0
+    assert drawn.read_text() == (ROOT / "docs" / name).read_text()
 
 
 def numbers(of: Any) -> Iterator[float]:

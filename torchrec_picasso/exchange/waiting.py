@@ -38,7 +38,7 @@ class WireTally:
     """Bytes sent to other ranks, as by the usual bandwidth-optimal algorithm of each collective;
     protocol headers are not counted."""
     received_bytes: int = 0
-    """Likewise, from other ranks."""
+    """The same of bytes received from other ranks."""
     waited_s: float = 0.0
     """Seconds that the host waited for exchanges, without the waiting time of an accelerator."""
 

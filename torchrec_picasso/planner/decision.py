@@ -39,7 +39,7 @@ class Decision(Choice):
     block_rows: Mapping[int, tuple[int, ...]]
     """Number of home rows on each rank, by position of each table in ``homes``."""
     home_lookups: Mapping[int, tuple[float, ...]]
-    """Lookups of a rank's batch in the home rows of each rank that have no replica, likewise."""
+    """Lookups of a rank's batch in the home rows of each rank that have no replica, by position."""
     curves: CommCurves
     world_size: int
     batch_size: int  # samples per rank and step

@@ -40,9 +40,9 @@ def summarize(decision: Decision) -> dict[str, Any]:
     ``speedup`` are ``None`` if a table has no stock option. ``ranks``: by rank the lookups of all
     ranks' batches in its rows, of which it sends each distinct one once, and its bytes; stock
     tables and bags count as means. ``busiest_over_mean``: by quantity the busiest rank over the
-    mean, of stock ``row_wise`` (lookups times dim) and ``table_wise`` (outputs) too.
-    ``stock_served_lookups``: those of each rank, if all tables had one of these types; without
-    statistics ``table_wise`` alone.
+    mean, of stock ``row_wise`` (lookups times dim, with statistics only), ``table_wise`` and
+    ``column_wise`` (outputs) too. ``stock_served_lookups``: those of each rank, if all tables had
+    one of these types.
     """
     step, homes, curves = decision.step, decision.homes, decision.curves
     plan = zip(decision.works, decision.num_hot, decision.forms)
@@ -131,9 +131,8 @@ def _stock_loads(decision: Decision, ranks: Sequence[Mapping[str, float]]) -> di
     """Compares the loads of ranks with those of stock plans."""
     loads, world_size = [work.load for work in decision.works], decision.world_size
     over = {name: over_mean(rank[name] for rank in ranks) for name in ranks[0]}
-    kinds = (
-        ("row_wise", "table_wise") if any(load.row_wise_W for load in loads) else ("table_wise",)
-    )
+    by_rows = ["row_wise"] if any(load.row_wise_W for load in loads) else []
+    kinds = [*by_rows, "table_wise", "column_wise"]
     return {
         "busiest_over_mean": over | {k: max_over_mean(k, loads, world_size) for k in kinds},
         "stock_served_lookups": {k: served_lookups(k, loads, world_size) for k in kinds},

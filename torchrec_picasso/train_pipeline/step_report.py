@@ -43,7 +43,7 @@ class StepReport:
         exposed_s: Part of ``seconds`` in which the host waited for exchanges of this package.
         sent_bytes: Bytes sent to other ranks by exchanges of this package and by the reduction of
             dense gradients.
-        received_bytes: Bytes received from other ranks, by the same.
+        received_bytes: Bytes received from other ranks by the same.
         served_rows: Home rows that ranks asked of this rank, each counted once per rank that asked,
             by host once per host. Compared over ranks, they show the busiest one. The lookups of
             these rows stay on the rank that asks, which does not count them by home rank.

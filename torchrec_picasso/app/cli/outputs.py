@@ -12,6 +12,7 @@ from typing import Any
 from torchrec_picasso.app.launch.environment import describe_environment
 from torchrec_picasso.errors import ConfigError
 
+STOCK_COLOR, OURS_COLOR = "#9aa5b1", "#0b7285"
 _PICTURES = ("plot", "profile_out")
 
 

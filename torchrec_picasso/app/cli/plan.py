@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torchrec.distributed.planner import Topology
 
-from torchrec_picasso.app.cli.outputs import check_outputs, new_picture, save_picture, write_result
+from torchrec_picasso.app.cli.outputs import (
+    OURS_COLOR,
+    STOCK_COLOR,
+    check_outputs,
+    new_picture,
+    save_picture,
+    write_result,
+)
 from torchrec_picasso.app.config import load_config
 from torchrec_picasso.app.runs.placements import hot_cold_sharders
 from torchrec_picasso.app.runs.trainer import unsharded_model
@@ -22,7 +29,6 @@ from torchrec_picasso.planner.planner import hot_cold_planner
 if TYPE_CHECKING:
     import pandas as pd
 
-_OURS, _STOCK = "#0b7285", "#9aa5b1"
 _GIB, _MIB, _MB = 1 << 30, 1 << 20, 1e6
 
 
@@ -132,7 +138,8 @@ def _print_summary(summary: dict[str, Any], frame: pd.DataFrame) -> None:
         f"{over['served_lookups']:.2f}), bytes sent {over['sent_bytes']:.2f}, received "
         f"{over['received_bytes']:.2f}, memory {over['memory_bytes']:.2f} (rank "
         f"{summary['ranks'].index(fullest)}, {fullest['memory_bytes'] / _MIB:,.0f} MiB); stock "
-        f"table_wise {over['table_wise']:.2f}{_row_wise(over, frame)}"
+        f"table_wise {over['table_wise']:.2f}, column_wise {over['column_wise']:.2f}"
+        f"{_row_wise(over, frame)}"
     )
 
 
@@ -149,7 +156,7 @@ def _draw(summary: dict[str, Any], path: str) -> None:
     if summary["stock_ms"] is not None:
         steps_ms["stock"] = summary["stock_ms"]
     figure, axes = new_picture()
-    colors = [_OURS if name == "taken" else _STOCK for name in steps_ms]
+    colors = [OURS_COLOR if name == "taken" else STOCK_COLOR for name in steps_ms]
     axes.bar(list(steps_ms), list(steps_ms.values()), color=colors)
     axes.set(ylabel="predicted step, ms", title="Plans that were priced")
     save_picture(figure, path)

@@ -7,11 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrec_picasso.app.cli.outputs import print_table, save_picture, write_result
+from torchrec_picasso.app.cli.outputs import (
+    OURS_COLOR,
+    STOCK_COLOR,
+    print_table,
+    save_picture,
+    write_result,
+)
 from torchrec_picasso.app.config import TrainConfig
 from torchrec_picasso.app.runs.compare import CompareSpec, SideResult
 
-_STOCK_COLOR, _OURS_COLOR = "#9aa5b1", "#0b7285"
 _MB = 1e6
 _ROUNDING = 1e-6  # relative; a larger difference comes from a ReLU switch
 
@@ -144,17 +149,15 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     steps = range(1, len(stock.losses) + 1)
-    left.plot(
-        steps, stock.losses, color=_STOCK_COLOR, linewidth=6, label=f"stock {stock.placement}"
-    )
-    left.plot(steps, ours.losses, color=_OURS_COLOR, linewidth=1.6, label="hot_cold")
+    left.plot(steps, stock.losses, color=STOCK_COLOR, linewidth=6, label=f"stock {stock.placement}")
+    left.plot(steps, ours.losses, color=OURS_COLOR, linewidth=1.6, label="hot_cold")
     left.set(
         xlabel="step",
         ylabel="loss (mean over ranks)",
         title="Training loss, largest relative difference "
         f"{comparison.max_relative_loss_difference:.0e}",
     )
-    sides = [(f"stock\n{stock.placement}", stock, _STOCK_COLOR), ("hot_cold", ours, _OURS_COLOR)]
+    sides = [(f"stock\n{stock.placement}", stock, STOCK_COLOR), ("hot_cold", ours, OURS_COLOR)]
     bars = right.bar(
         [name for name, _, _ in sides],
         [_megabytes(side) for _, side, _ in sides],
