@@ -24,7 +24,7 @@ from tests.train_pipeline.runs import batches_of, pipeline_of, run_to_the_end
 from tests.train_pipeline.stream_races import RaceDetector
 from torchrec_picasso import Refresh
 from torchrec_picasso.batches.feed import IdStream
-from torchrec_picasso.ops import row_order
+from torchrec_picasso.ops import sorts
 from torchrec_picasso.train_pipeline import interleaved
 
 Case = tuple[type[IdStream], str, int, bool]
@@ -137,7 +137,7 @@ def _train(rank: int, world_size: int, case: Case) -> _Watched:
 
 
 def _run(rank: int, world_size: int) -> dict[Case, _Watched]:
-    row_order._RADIX_KEYS.clear()  # what numpy sorts, the detector does not see
+    sorts._RADIX_KEYS.clear()  # what numpy sorts, the detector does not see
     return {case: _train(rank, world_size, case) for case in (*CAREFUL, *CARELESS)}
 
 
