@@ -103,6 +103,8 @@ class _Watched:
     num_ops: dict[int, int]
     """Operators by stream."""
     num_steps: int
+    mask_is_early: bool
+    """Whether the dirty mask goes ahead of gradients."""
 
 
 def _cells(feature: Feature, rank: int, steps: Iterable[int]) -> list[Batch]:
@@ -133,7 +135,9 @@ def _train(rank: int, world_size: int, case: Case) -> _Watched:
             outputs.append(pipeline.progress(batches))
         model.train()
         outputs += run_to_the_end(pipeline, batches)
-    return _Watched(detector.races, detector.num_ops, len(outputs))
+    kinds = [op.kind for op in pipeline.schedule]
+    is_early = "send_dirty_mask" in kinds[: kinds.index("backward")]
+    return _Watched(detector.races, detector.num_ops, len(outputs), is_early)
 
 
 def _run(rank: int, world_size: int) -> dict[Case, _Watched]:
@@ -147,6 +151,7 @@ def test_no_use_across_streams_races(case: Case) -> None:
         assert not watched.races
         assert min(watched.num_ops[0], watched.num_ops[1]) > 100
         assert watched.num_steps == max(BATCHES[case[1]])
+        assert watched.mask_is_early is case[3]
 
 
 @pytest.mark.parametrize(("case", "race"), CARELESS.items())

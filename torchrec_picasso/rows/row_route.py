@@ -10,7 +10,7 @@ the union to all with its row numbers: two bits a slot, however many ranks there
 Shape letters: F features, K micro-batches and chunks, J segments of bags, M matrices, P packs,
 N lookups, U unique rows, W ranks, X words of a header or of bits.
 
-Host syncs per batch on CUDA: with lookahead one, for the fetch orders.
+Host syncs per batch on CUDA: with lookahead or many hot rows one, for fetch orders and bits.
 """
 
 from __future__ import annotations
