@@ -9,15 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_picasso.ops import row_order
+from torchrec_picasso.ops import sorts
 from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable
-from torchrec_picasso.ops.row_order import (
-    RowRanges,
-    locate_rows,
-    nonzero_indices,
-    sort_with_tags,
-    stable_order,
-)
+from torchrec_picasso.ops.row_order import RowRanges, locate_rows
+from torchrec_picasso.ops.sorts import nonzero_indices, sort_with_tags, stable_order
 
 CPU = torch.device("cpu")
 DTYPES = (torch.int32, torch.int64)  # the second does not fit into a word with its place
@@ -60,9 +55,9 @@ def test_keys_carry_tags(dtype: torch.dtype, counts: list[int], data: st.DataObj
 def test_many_keys_are_sorted_alike_on_every_processor(
     is_intel: bool, dtype: torch.dtype, with_tags: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_order, "is_intel", lambda: is_intel)
+    monkeypatch.setattr(sorts, "is_intel", lambda: is_intel)
     generator = torch.Generator().manual_seed(0)
-    keys_N = torch.randint(5_000, (row_order._LEAST_RADIX + 7,), generator=generator).to(dtype)
+    keys_N = torch.randint(5_000, (sorts._LEAST_RADIX + 7,), generator=generator).to(dtype)
     tags_N = torch.arange(len(keys_N)) // 3 if with_tags else None
     sorted_N, found_N = sort_with_tags(keys_N, tags_N)
     tags = range(len(keys_N)) if tags_N is None else tags_N.tolist()

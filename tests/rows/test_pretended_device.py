@@ -268,6 +268,7 @@ def test_a_check_of_the_coverage_asks_the_device_nothing(monkeypatch: pytest.Mon
     with in_place_of_the_device(), PretendedDevice() as device:
         checks = refresher.Refresher([group], Refresh(check_steps=1))
         before = device.totals
+        checks._decay()
         assert checks._coverage() == (0.5, (1, 3))
     assert device.totals == before
 

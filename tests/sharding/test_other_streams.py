@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.sharding.jobs import ODD, PLAIN, Job, build, make_batch, storages_of
 from tests.support.shared_run import run_once
 from tests.train_pipeline.stream_races import RaceDetector
-from torchrec_picasso.ops import row_order, streams
+from torchrec_picasso.ops import sorts, streams
 from torchrec_picasso.ops.streams import WriteOrder
 from torchrec_picasso.rows.group import RowBuffers
 from torchrec_picasso.storage.row_storage import RowStorage
@@ -80,7 +80,7 @@ def _train(
 
 
 def _run(rank: int, world_size: int) -> dict[str, set[str]]:
-    row_order._RADIX_KEYS.clear()  # what numpy sorts, the detector does not see
+    sorts._RADIX_KEYS.clear()  # what numpy sorts, the detector does not see
     found = {name: _train(rank, world_size, job) for name, job in JOBS.items()}
     found["order"] = _train(rank, world_size, JOBS["one_table"], write_order=_Careless)
     found["memory"] = _train(rank, world_size, JOBS["weighted_packs"], stream_of=lambda _: None)

@@ -25,7 +25,7 @@ from tests.support.shared_run import run_once
 from tests.support.wire import MessageRecorder, all_to_alls
 from tests.train_pipeline.runs import Driver, batches_of, make_driver, run_to_the_end
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.ops import row_order
+from torchrec_picasso.ops import sorts
 from torchrec_picasso.rows.batch_gradients import BatchGradients
 from torchrec_picasso.storage import row_updates
 
@@ -216,7 +216,7 @@ def _count_operators(job: Job, driver: Driver, rank: int, world_size: int) -> fl
 def _counts(rank: int, world_size: int, is_intel: bool) -> dict[Any, float]:
     jobs = {"ours": OURS, "hot": HOT}
     with pytest.MonkeyPatch.context() as patch:
-        for module in (row_order, row_updates):
+        for module in (sorts, row_updates):
             patch.setattr(module, "is_intel", lambda: is_intel)
         found = {
             (name, driver): _count_operators(jobs[name], driver, rank, world_size)

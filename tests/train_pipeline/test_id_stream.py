@@ -24,7 +24,7 @@ from tests.train_pipeline.runs import batches_of, pipeline_of, run_to_the_end
 from tests.train_pipeline.stream_races import RaceDetector
 from torchrec_picasso import Refresh
 from torchrec_picasso.batches.feed import IdStream
-from torchrec_picasso.ops import row_order
+from torchrec_picasso.ops import sorts
 from torchrec_picasso.train_pipeline import interleaved
 
 Case = tuple[type[IdStream], str, int, bool]
@@ -103,6 +103,8 @@ class _Watched:
     num_ops: dict[int, int]
     """Operators by stream."""
     num_steps: int
+    mask_is_early: bool
+    """Whether the dirty mask goes ahead of gradients."""
 
 
 def _cells(feature: Feature, rank: int, steps: Iterable[int]) -> list[Batch]:
@@ -133,11 +135,13 @@ def _train(rank: int, world_size: int, case: Case) -> _Watched:
             outputs.append(pipeline.progress(batches))
         model.train()
         outputs += run_to_the_end(pipeline, batches)
-    return _Watched(detector.races, detector.num_ops, len(outputs))
+    kinds = [op.kind for op in pipeline.schedule]
+    is_early = "send_dirty_mask" in kinds[: kinds.index("backward")]
+    return _Watched(detector.races, detector.num_ops, len(outputs), is_early)
 
 
 def _run(rank: int, world_size: int) -> dict[Case, _Watched]:
-    row_order._RADIX_KEYS.clear()  # what numpy sorts, the detector does not see
+    sorts._RADIX_KEYS.clear()  # what numpy sorts, the detector does not see
     return {case: _train(rank, world_size, case) for case in (*CAREFUL, *CARELESS)}
 
 
@@ -147,6 +151,7 @@ def test_no_use_across_streams_races(case: Case) -> None:
         assert not watched.races
         assert min(watched.num_ops[0], watched.num_ops[1]) > 100
         assert watched.num_steps == max(BATCHES[case[1]])
+        assert watched.mask_is_early is case[3]
 
 
 @pytest.mark.parametrize(("case", "race"), CARELESS.items())

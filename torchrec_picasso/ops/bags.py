@@ -32,14 +32,9 @@ from torch import Tensor
 
 from torchrec_picasso.ops.ids import counting, segment_of
 from torchrec_picasso.ops.pack_plan import PackPlan
-from torchrec_picasso.ops.row_order import (
-    LocatedRows,
-    UniqueRows,
-    first_of_runs,
-    nonzero_indices,
-    stable_order,
-)
+from torchrec_picasso.ops.row_order import LocatedRows, UniqueRows
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
+from torchrec_picasso.ops.sorts import first_of_runs, nonzero_indices, stable_order
 from torchrec_picasso.ops.streams import kept_by_stream
 
 Counts = Sequence[Sequence[int]]

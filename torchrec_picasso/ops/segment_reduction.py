@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrec_picasso.ops.row_order import first_of_runs, nonzero_indices, sort_with_tags
+from torchrec_picasso.ops.sorts import first_of_runs, nonzero_indices, sort_with_tags
 
 _LARGEST_INT32 = 2**31 - 1
 _MEAN_EPS = 1e-6

@@ -31,10 +31,9 @@ from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
     UniqueRows,
     first_use_chunks,
-    positions_of,
-    sort_by_segment,
     unique_rows,
 )
+from torchrec_picasso.ops.sorts import positions_of, sort_by_segment
 from torchrec_picasso.rows.route import IncomingRequests, Relay
 from torchrec_picasso.rows.row_route import (
     FetchOrders,

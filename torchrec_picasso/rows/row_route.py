@@ -10,7 +10,7 @@ the union to all with its row numbers: two bits a slot, however many ranks there
 Shape letters: F features, K micro-batches and chunks, J segments of bags, M matrices, P packs,
 N lookups, U unique rows, W ranks, X words of a header or of bits.
 
-Host syncs per batch on CUDA: with lookahead one, for the fetch orders.
+Host syncs per batch on CUDA: with lookahead or many hot rows one, for fetch orders and bits.
 """
 
 from __future__ import annotations
@@ -48,13 +48,6 @@ from torchrec_picasso.ops.row_order import (
     first_use_chunks,
     locate_rows,
 )
-from torchrec_picasso.ops.segment_reduction import (
-    PoolingIndex,
-    gradient_of_rows,
-    gradient_of_weights,
-    mean_weights,
-    pool_rows,
-)
 from torchrec_picasso.ops.streams import tensors_in
 from torchrec_picasso.rows.route import (
     IncomingRequests,
@@ -65,6 +58,7 @@ from torchrec_picasso.rows.route import (
     RouteLayout,
     RouteRequest,
 )
+from torchrec_picasso.rows.row_pooling import RowPooling
 from torchrec_picasso.storage.row_storage import HotHomes, RowStorage, TouchedHot
 
 
@@ -325,7 +319,7 @@ class RowsRequest(RouteRequest):
         features_M = self.route.plan.features_M
         pooling_KM: list[list[Pooling]] = [
             [
-                _RowPooling(index=index, size=size, num_features=num, lookups_F=lookups_KJ[k])
+                RowPooling(index=index, size=size, num_features=num, lookups_F=lookups_KJ[k])
                 for index, num, lookups_KJ in zip(index_M, features_M, self._lookups_MKJ)
             ]
             for k, (index_M, size) in enumerate(zip(index_KM, self.sizes_K))
@@ -406,48 +400,6 @@ class IncomingRows(IncomingRequests):
     def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
         """Updates every row once, and the touched hot rows."""
         storage.update(self.home_row_numbers_n, touched, grads_mD)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RowPooling(Pooling):
-    """The pooling of one micro-batch of one matrix of rows; one piece, ``(B F, D)``. Sequences are
-    not pooled: the piece has the row of each lookup, ``(N, D)``."""
-
-    index: PoolingIndex
-    size: int | None
-    """Samples of the micro-batch; ``None`` if every feature has its own batch size."""
-    num_features: int
-
-    def scales(self, weights_N: Tensor | None, are_new: bool) -> Tensor | None:
-        index = self.index
-        if not index.has_pooling:
-            return None
-        if weights_N is not None:
-            assert index.source_N is not None, "the batch came without weights"
-            weights_N = weights_N.float().index_select(0, index.source_N)
-        return mean_weights(weights_N, index.bag_offsets_S1, index.mean_S, index.num_lookups)
-
-    def pool(self, rows_RD: Tensor, scales_N: Tensor | None) -> list[Tensor]:
-        return [pool_rows(rows_RD, scales_N, self.index)]
-
-    def columns(self, pieces: list[Tensor]) -> list[Tensor]:
-        (pooled,) = pieces
-        if not self.index.has_pooling:
-            return pieces
-        # (S, D) is ordered by sample, then feature
-        shape = (-1,) if self.size is None else (self.size, self.num_features * pooled.size(1))
-        return [pooled.view(shape)]
-
-    def gradients(self, grads: Sequence[Tensor], scales_N: Tensor | None) -> Tensor:
-        return gradient_of_rows(grads[0], scales_N, self.index)
-
-    def gradient_of_scales(self, grads: Sequence[Tensor], rows_RD: Tensor) -> Tensor:
-        return gradient_of_weights(grads[0], rows_RD, self.index)
-
-    def add_gradients(self, sums_RD: Tensor, grads_nD: Tensor) -> None:
-        assert self.index.gradient_position_U is not None, "one micro-batch needs no sums"
-        # A row that several micro-batches use is summed here, at its position in request order.
-        sums_RD.index_add_(0, self.index.gradient_position_U, grads_nD)
 
 
 def by_pack(values_n: Tensor, rows_P: Sequence[ExchangeSplits]) -> tuple[Tensor, ...]:

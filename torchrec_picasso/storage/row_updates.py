@@ -39,7 +39,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_picasso._torchrec import EmbOptimType, SplitTableBatchedEmbeddingBagsCodegen
-from torchrec_picasso.ops.row_order import is_intel
+from torchrec_picasso.ops.sorts import is_intel
 
 
 @dataclass(frozen=True, kw_only=True)

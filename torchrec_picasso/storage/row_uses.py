@@ -27,8 +27,8 @@ class RowUses:
         latest access has weight 1."""
         self.replicas_h = torch.zeros(num_hot_rows, dtype=torch.float32, device=device)
         """Accesses of replicas by this rank, with the same weights."""
-        self._weight = torch.ones(1, dtype=torch.float32, device=device)
-        self._weight_on_host = 1.0
+        self._one = torch.ones(1, dtype=torch.float32, device=device)
+        self._weight = 1.0
         self.num_cold = 0
         """Accesses of cold home rows on this rank since :meth:`begin_window`."""
         self.num_hot = 0
@@ -38,8 +38,8 @@ class RowUses:
         """Counts the accesses of a batch. Home rows are those that ranks requested, at most once
         per rank; hot slots those that this rank's batch uses."""
         # Every entry adds the current weight; several ranks may request the same row.
-        self.homes_n.index_add_(0, rows_n, self._weight.expand(rows_n.numel()))
-        self.replicas_h.index_add_(0, slots_h, self._weight.expand(slots_h.numel()))
+        for counts, indices in ((self.homes_n, rows_n), (self.replicas_h, slots_h)):
+            counts.index_add_(0, indices, self._one.expand(len(indices)), alpha=self._weight)
         self.num_cold += rows_n.numel()
         self.num_hot += slots_h.numel()
 
@@ -50,13 +50,11 @@ class RowUses:
     def decay(self, factor: float) -> None:
         """Decays all earlier counts by a factor below 1: raises the weight of later accesses."""
         self._weight /= factor
-        self._weight_on_host /= factor
-        if self._weight_on_host > _MOST_WEIGHT:
+        if self._weight > _MOST_WEIGHT:
             self.rescale()
 
     def rescale(self) -> None:
         """Rescales the counts so that the latest access has weight 1."""
         self.homes_n /= self._weight
         self.replicas_h /= self._weight
-        self._weight.fill_(1.0)
-        self._weight_on_host = 1.0
+        self._weight = 1.0
