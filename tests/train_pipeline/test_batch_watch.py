@@ -18,8 +18,10 @@ class _Noting(TorchFunctionMode):
     def __init__(self, watch: BatchWatch) -> None:
         super().__init__()
         self.watch = watch
+        self.names: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.__name__)
         self.watch.note(func)
         return func(*args, **(kwargs or {}))
 
@@ -70,6 +72,14 @@ def test_a_write_is_found(what: str) -> None:
     with _Noting(watch):
         WRITES[what](batch)
     assert watch.is_written() or watch.is_replaced()
+
+
+def test_looking_for_writes_calls_no_operator() -> None:
+    """Operators of the time in which the model's are recorded would be recorded, too."""
+    watch = BatchWatch(_batch())
+    with _Noting(watch) as noting:
+        assert not watch.is_written()
+    assert noting.names == {"__get__"}  # of versions
 
 
 READS: dict[str, Callable[[Any], Any]] = {

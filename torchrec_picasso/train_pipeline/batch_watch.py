@@ -40,7 +40,9 @@ class BatchWatch:
             for path, value in _members_of(batch)
         }
         self._tensors = [each for each in self._members.values() if isinstance(each, Tensor)]
-        self._versions = described(self._tensors)
+        # reading a version is no operator, which made_ahead.py would record
+        self._versioned = [each for each in self._tensors if not each.is_inference()]
+        self._versions = [each._version for each in self._versioned]
         self._copies: list[Tensor] | None = None
 
     def note(self, function: Any) -> None:
@@ -59,9 +61,9 @@ class BatchWatch:
 
     def is_written(self) -> bool:
         """Whether a tensor was written; without copies by versions, in microseconds."""
-        if described(self._tensors) != self._versions:
+        if [each._version for each in self._versioned] != self._versions:
             return True
-        return not all(map(_are_equal, self._tensors, self._copies or self._tensors))
+        return self._copies is not None and not all(map(_are_equal, self._tensors, self._copies))
 
     def is_replaced(self) -> bool:
         """Whether another value is in the place of a member, or an array was written; takes longer.
