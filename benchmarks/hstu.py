@@ -70,7 +70,7 @@ def bars(axes: Any, title: str, by_plan: Mapping[str, float]) -> None:
     drawn = axes.barh(names, list(by_plan.values()), color=colors)
     most = max(by_plan.values())
     axes.bar_label(drawn, fmt="{:,.1f}" if most < 100 else "{:,.0f}", padding=3)
-    axes.set_xlim(0, 1.25 * most)
+    axes.set_xlim(0, 1.5 * most)
     axes.set_title(title, fontsize="small")
     axes.invert_yaxis()
 
