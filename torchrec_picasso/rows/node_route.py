@@ -223,9 +223,8 @@ class _Request(RowsRequest):
 
     def _find_orders(self) -> tuple[FetchOrders, Sequence[Relay | None]]:
         relayed = self._relayed
-        touched_X, nothing = self._touched_X, self._touched_X[:0]
-        across = FetchOrders.find(relayed.splits_P, self._served_P, self._dirty_n, touched_X)
-        inside = FetchOrders.find(self._wanted_P, self._asked_P, self._relayed_dirty_n, nothing)
+        across = FetchOrders.find(relayed.splits_P, self._served_P, self._dirty_n, self._parts_X)
+        inside = FetchOrders.find(self._wanted_P, self._asked_P, self._relayed_dirty_n, None)
         position_n = relayed.position_n
         if inside.served_order_n is not None and across.wanted_order_n is not None:
             fetched_U = positions_of(across.wanted_order_n)
