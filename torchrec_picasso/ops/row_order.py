@@ -289,8 +289,8 @@ def all_dirty(counts_KW: list[list[int]]) -> ExchangeSplits:
 
 
 def find_fetch_orders(
-    counts: Sequence[list[list[int]]], dirty_n: Tensor | None, kept: Tensor
-) -> tuple[list[ExchangeSplits], Tensor | None, np.ndarray]:
+    counts: Sequence[list[list[int]]], dirty_n: Tensor | None, kept: Tensor | None = None
+) -> tuple[list[ExchangeSplits], Tensor | None, np.ndarray | None]:
     """Computes the fetch orders of several lists of rows from their dirty mask in request order.
 
     ``counts`` are numbers of rows by list, chunk and rank. The mask is uint8, 0 or 1, list after
@@ -301,7 +301,8 @@ def find_fetch_orders(
     fetch order, int64, list after list; ``None`` = equal orders; and the numbers ``kept``.
     """
     if dirty_n is None:
-        return [all_dirty(counts_KW) for counts_KW in counts], None, kept.cpu().numpy()
+        on_host = None if kept is None else kept.cpu().numpy()
+        return [all_dirty(counts_KW) for counts_KW in counts], None, on_host
     # From segments of request order (list, chunk, rank) to those of fetch order (list, exchange,
     # rank): a dirty row of chunk k belongs to exchange 1 + k, a clean row of any chunk to 0.
     requested = np.array(counts)
@@ -323,10 +324,10 @@ def find_fetch_orders(
     order_n, found = sort_by_segment(
         on_device[num_segments:].index_select(0, entry_n), fetched.size
     )
-    if kept.device.type != "cpu":  # one copy syncs the host
+    if kept is not None and kept.device.type != "cpu":  # one copy syncs the host
         found, kept = torch.cat([found, kept]).cpu().split([found.numel(), kept.numel()])
     splits = [ExchangeSplits(counts) for counts in found.view(num_lists, -1, world_size).tolist()]
-    return splits, order_n, kept.numpy()
+    return splits, order_n, None if kept is None else kept.numpy()
 
 
 def fetch_positions(

@@ -222,10 +222,9 @@ class _Request(RowsRequest):
         return by_chunk(sent_P, self._asked_P, received_P, self._wanted_P)
 
     def _find_orders(self) -> tuple[FetchOrders, Sequence[Relay | None]]:
-        relayed = self._relayed
-        touched_X, nothing = self._touched_X, self._touched_X[:0]
-        across = FetchOrders.find(relayed.splits_P, self._served_P, self._dirty_n, touched_X)
-        inside = FetchOrders.find(self._wanted_P, self._asked_P, self._relayed_dirty_n, nothing)
+        relayed, united_X = self._relayed, self._united_X
+        across = FetchOrders.find(relayed.splits_P, self._served_P, self._dirty_n, united_X)
+        inside = FetchOrders.find(self._wanted_P, self._asked_P, self._relayed_dirty_n)
         position_n = relayed.position_n
         if inside.served_order_n is not None and across.wanted_order_n is not None:
             fetched_U = positions_of(across.wanted_order_n)

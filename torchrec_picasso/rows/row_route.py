@@ -134,7 +134,8 @@ class RowRoute(Route):
         # Numbers that the host needs come with the header, which it waits for in any case.
         bits_X = located.used_bits_X
         kept = [located.counts_PQ.reshape(-1), edges_J1, bits_X]
-        bits_WX = bits_X.view(self.row_ranges.num_parts, -1).expand(self.ranks.size, -1)
+        size, is_whole = self.ranks.size, self.row_ranges.num_parts == 1
+        bits_WX = bits_X.expand(size, -1) if is_whole else bits_X.view(size, -1)  # all, or a part
         if groups is not None:
             kept.append(groups.counts)
         if num_lookups and edges_J1.device.type != "cpu":
@@ -164,7 +165,7 @@ class FetchOrders:
     """Position in request order of each wanted row in fetch order, over all packs, int64."""
     served_P: Sequence[ExchangeSplits]
     served_order_n: Tensor | None
-    kept: np.ndarray
+    kept: np.ndarray | None
     """The int64 numbers that came to the host too."""
 
     @staticmethod
@@ -172,7 +173,7 @@ class FetchOrders:
         wanted_P: Sequence[ExchangeSplits],
         served_P: Sequence[ExchangeSplits],
         dirty_n: Tensor | None,
-        kept: Tensor,
+        kept: Tensor | None = None,
     ) -> FetchOrders:
         """Computes the orders from those of requests; ``dirty_n`` marks wanted rows, then served
         ones, as :func:`.find_fetch_orders`."""
@@ -217,9 +218,10 @@ class RowsRequest(RouteRequest):
     """Of a row, 0 on the CPU."""
     _used_P: Sequence[np.ndarray] = field(init=False)
     """Hot slots that this rank's batch uses, counted from 0 in the pack."""
-    _touched_X: Tensor = field(init=False)
-    """Bits of the hot slots that any rank's batch uses, int64; complete once row numbers have
-    arrived."""
+    _touched_X: np.ndarray = field(init=False)
+    """Bits of the hot slots that any rank's batch uses, int64: all, or this rank's part."""
+    _united_X: Tensor | None = None
+    """Bits of all parts once row numbers have arrived; ``None`` = this rank computed all."""
     _wanted_P: Sequence[ExchangeSplits] = field(init=False)
     """The split of wanted rows in request order; in ``_served_P`` that of served rows."""
     _served_P: Sequence[ExchangeSplits] = field(init=False)
@@ -252,17 +254,19 @@ class RowsRequest(RouteRequest):
         served_P = by_pack(self._served_n, self._served_P)
         payloads = by_chunk(wanted_n.split(nums)[1::2], self._wanted_P, served_P, self._served_P)
         # those of this rank's part; words that a relay passes on follow
-        self._touched_X = torch.from_numpy(np.bitwise_or.reduce(bits_WX[: self.route.ranks.size]))
+        self._touched_X = np.bitwise_or.reduce(bits_WX[: self.route.ranks.size])
         return payloads + self._touched_payloads(wanted_PKW.shape[-1], dtype)
 
     def _touched_payloads(self, num_ranks: int, dtype: torch.dtype) -> list[Payload]:
-        """Returns the bits of the parts that this rank has, for the ranks of an exchange that have
-        others, as integers of the wire; nothing if it has all."""
-        if self._touched_X.numel() == self.located.used_bits_X.numel():
+        """Returns the bits of the parts that this rank has so far, for each rank of an exchange, as
+        integers of the wire; nothing if it computed all."""
+        if self._touched_X.size == self.located.used_bits_X.numel():
             return []
-        own_X = self._touched_X.to(self.route.device, non_blocking=True)
-        self._touched_X = own_X.new_empty(num_ranks * own_X.numel())
-        sent_n, received_n = own_X.view(dtype).repeat(num_ranks), self._touched_X.view(dtype)
+        own_X = self._united_X
+        if own_X is None:
+            own_X = torch.from_numpy(self._touched_X).to(self.route.device, non_blocking=True)
+        self._united_X = own_X.new_empty(num_ranks * own_X.numel())
+        sent_n, received_n = own_X.view(dtype).repeat(num_ranks), self._united_X.view(dtype)
         each = [len(sent_n) // num_ranks] * num_ranks
         return [Payload(sent_n, each, received_n, each)]
 
@@ -328,7 +332,7 @@ class RowsRequest(RouteRequest):
 
     def _find_orders(self) -> tuple[FetchOrders, Sequence[Relay | None]]:
         """Returns the fetch orders of wanted and served rows, and what is relayed, by pack."""
-        orders = FetchOrders.find(self._wanted_P, self._served_P, self._dirty_n, self._touched_X)
+        orders = FetchOrders.find(self._wanted_P, self._served_P, self._dirty_n, self._united_X)
         return orders, [None] * len(self._wanted_P)
 
     def _incoming_rows(self, orders: FetchOrders) -> list[IncomingRequests]:
@@ -350,7 +354,7 @@ class RowsRequest(RouteRequest):
     ) -> tuple[list[PackLayout], list[int]]:
         """Builds the layout of each pack, and counts the rows of each matrix."""
         homes_P = [storage.hot_homes for storage in self.route.storages]
-        touched_P = self.route.hot.by_pack(orders.kept)
+        touched_P = self.route.hot.by_pack(self._touched_X if orders.kept is None else orders.kept)
         hot_P = HotHomes.find_own(homes_P, touched_P, self._used_P)
         incoming_P = self._incoming_rows(orders)
         packs: list[PackLayout] = []
