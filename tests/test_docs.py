@@ -67,7 +67,7 @@ def test_the_table_of_packages_is_that_of_the_layers() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     table = text.split("## Packages")[1].split("\n## ")[0]
     rows = re.findall(r"^\| \d[\w, ]* \| (.+?) \|", table, re.MULTILINE)
-    names = [tuple(re.findall(r"`([\w/]+)`", row)) for of in rows for row in of.split(";")]
+    names = [tuple(re.findall(r"`([\w/]+)`", row)) for each in rows for row in each.split(";")]
     assert tuple(names) == ROWS[:-1]  # the last is __main__
 
 

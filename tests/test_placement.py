@@ -109,15 +109,15 @@ def test_hot_sets_waves_forms_numbers_and_caches_are_told_apart() -> None:
 def test_the_fingerprint_holds_the_parents_where_it_has_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def of_parent(self: CacheParams) -> tuple[object, ...]:
+    def parent_key(self: CacheParams) -> tuple[object, ...]:
         return ("cache_params", 1, str(self.algorithm), self.load_factor)
 
-    monkeypatch.setattr(CacheParams, "stable_fingerprint", of_parent, raising=False)
+    monkeypatch.setattr(CacheParams, "stable_fingerprint", parent_key, raising=False)
     found = fingerprints()
     assert len(set(found)) == len(found)
     half = HotColdParams(load_factor=0.5, hot_rows=[1])
-    assert of_parent(half) in half.stable_fingerprint()
-    assert half.stable_fingerprint() != of_parent(half)
+    assert parent_key(half) in half.stable_fingerprint()
+    assert half.stable_fingerprint() != parent_key(half)
     assert (
         half.stable_fingerprint()
         == HotColdParams(load_factor=0.5, hot_rows=[1]).stable_fingerprint()

@@ -244,8 +244,8 @@ def test_rows_of_real_ids_that_cross_hosts(
         totals = totals.plus(HotColdTotals.from_table(work, 0, "node_rows"))
         block = -(-len(counts) // world_size)
         for step in ids[: num_steps * world_size * size].reshape(num_steps, HOSTS, places, size):
-            for host, of_ranks in enumerate(step):
-                rows = np.concatenate([np.unique(of_rank) for of_rank in of_ranks])
+            for host, on_ranks in enumerate(step):
+                rows = np.concatenate([np.unique(on_rank) for on_rank in on_ranks])
                 rows = rows[rows // block // places != host]
                 per_rank, per_host = per_rank + len(rows), per_host + len(np.unique(rows))
     by_host = ByHost(totals=totals, num_packs=1, ranks_per_host=places)
@@ -359,7 +359,7 @@ def test_the_planners_bytes_are_those_of_a_step(by_host: bool) -> None:
     ranks = run_ranks(_plan_and_count, world_size, by_host, timeout_s=100)
     expected = ranks[0][0]
     predicted, lookups = expected.pop("ranks"), expected.pop("lookups")
-    assert [of["served_lookups"] for of in predicted] == pytest.approx(lookups, rel=0.04)
+    assert [each["served_lookups"] for each in predicted] == pytest.approx(lookups, rel=0.04)
     mean = {name: float(np.mean([sent[name] for _, sent in ranks])) for name in ranks[0][1]}
     assert mean.pop("marks") == 0
     flags_bytes = FLAGS_BYTES * (world_size - 1)
@@ -367,8 +367,8 @@ def test_the_planners_bytes_are_those_of_a_step(by_host: bool) -> None:
     assert mean["header"] == expected["header"]
     del mean["received"]
     if by_host:  # sums of hot rows are messages, too
-        mean, expected = ({name: of[name] for name in ("ids", "all")} for of in (mean, expected))
+        mean, expected = ({name: one[name] for name in ("ids", "all")} for one in (mean, expected))
     else:
         received = [measured["received"] - flags_bytes for _, measured in ranks]
-        assert [of["received_bytes"] for of in predicted] == pytest.approx(received, rel=0.04)
+        assert [each["received_bytes"] for each in predicted] == pytest.approx(received, rel=0.04)
     assert mean == pytest.approx(expected, rel=0.04)

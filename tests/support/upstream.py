@@ -173,7 +173,7 @@ def overrides() -> list[tuple[Use, FunctionType, FunctionType | None]]:
                 continue
             function = _function(vars(owner)[name])
             if isinstance(function, FunctionType):
-                mine = _function(next((vars(of)[name] for of in own if name in vars(of)), None))
+                mine = _function(next((vars(one)[name] for one in own if name in vars(one)), None))
                 found.append((Use(owner.__name__, name, str(_file(ours))), function, mine))
     return found
 

@@ -92,8 +92,8 @@ def compare_runs(
     by_rank: Sequence[Any], mine: Any, expected: Any, rtol: float = RTOL, atol: float = ATOL
 ) -> None:
     """Compares two of the runs that each rank has, by their keys."""
-    results, outputs = zip(*(of_rank[mine] for of_rank in by_rank))
-    expected_results, expected_outputs = zip(*(of_rank[expected] for of_rank in by_rank))
+    results, outputs = zip(*(on_rank[mine] for on_rank in by_rank))
+    expected_results, expected_outputs = zip(*(on_rank[expected] for on_rank in by_rank))
     jobs.assert_same_results(results, expected_results, rtol, atol)
     torch.testing.assert_close(outputs, expected_outputs, rtol=rtol, atol=atol)
 
@@ -107,7 +107,7 @@ SETTINGS_OF: dict[int, tuple[tuple[int, bool], ...]] = {
 }
 """By number of ranks. A third rank changes who sends to whom, and nothing of a setting: on three,
 those that differ most."""
-DRIVERS_OF: dict[int, tuple[Driver, ...]] = {n: (None, *of) for n, of in SETTINGS_OF.items()}
+DRIVERS_OF: dict[int, tuple[Driver, ...]] = {n: (None, *each) for n, each in SETTINGS_OF.items()}
 """By number of ranks."""
 DRIVERS = DRIVERS_OF[2]
 

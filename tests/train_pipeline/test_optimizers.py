@@ -163,7 +163,7 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     names = ["adam", "partial_rowwise_lamb"]
     by_rank = run_ranks(_save_and_resume, 2, tmp_path, names, timeout_s=100)
     for name in names:
-        found = [of_rank[name] for of_rank in by_rank]
+        found = [on_rank[name] for on_rank in by_rank]
         compare_runs(found, "resumed", "went on")
         states = {key.rpartition(".")[2] for key in found[0]["went on"][0].states}
         assert states == {"momentum1", "exp_avg_sq"}

@@ -309,8 +309,8 @@ BESIDE_STOCK = dataclasses.replace(JOB, placement={"*": 2, "b": "table_wise"})
 @pytest.mark.parametrize("name", ODD_BATCHES)
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside stock"])
 def test_a_batch_that_one_rank_cannot_train_is_refused_on_all(alone: bool, name: str) -> None:
-    found = [of_rank[alone, name] for of_rank in run_once(_refused_late, 3)]
-    told = [of_rank[0] for of_rank in found]
+    found = [on_rank[alone, name] for on_rank in run_once(_refused_late, 3)]
+    told = [on_rank[0] for on_rank in found]
     assert told[0] == told[1] == told[2]
     (message,) = told[0]
     assert message.startswith("rank 1: ebc: its KeyedJaggedTensor has a batch size per feature")

@@ -206,5 +206,5 @@ def test_each_lookup_is_sent_once_and_each_bags_length(driver: Driver) -> None:
             for batch in batches_of(BAG_JOB, rank, range(NUM_WARM, NUM_WARM + NUM_STEPS))
             for name in away
         ]
-        expected = sum(int(of_bags.sum()) + of_bags.numel() for of_bags in lengths)
+        expected = sum(int(bag_lengths.sum()) + bag_lengths.numel() for bag_lengths in lengths)
         assert elements(recorded[driver], torch.int32) == expected

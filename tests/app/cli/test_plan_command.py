@@ -137,7 +137,9 @@ REFUSALS: list[tuple[list[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "words"), REFUSALS, ids=[" ".join(of) for of, _ in REFUSALS])
+@pytest.mark.parametrize(
+    ("options", "words"), REFUSALS, ids=[" ".join(item) for item, _ in REFUSALS]
+)
 def test_what_cannot_be_planned_is_refused(
     options: list[str], words: str, tmp_path: Path, config: str, capsys: Capture
 ) -> None:
