@@ -1,4 +1,4 @@
-"""What the documents name exists: files, tests, benchmarks' options; and the table of packages."""
+"""Names in the documents exist: files, tests, benchmarks' options; and the table of packages."""
 
 import re
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def named_files(text: str) -> list[str]:
 
 
 def missing(paths: Iterable[str], beside: Path) -> list[str]:
-    """Those that are neither in the checkout, nor in the package, nor beside the document."""
+    """Names that are neither in the checkout, nor in the package, nor beside the document."""
     roots = (ROOT, ROOT / "torchrec_picasso", beside)
     return [path for path in paths if not any((root / path).exists() for root in roots)]
 

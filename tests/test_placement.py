@@ -58,7 +58,7 @@ def test_long_hot_sets_differ_in_one_row() -> None:
 
 @pytest.mark.parametrize("rows", [[], [4, 1], range(1000)], ids=["none", "two", "thousand"])
 def test_survives_pickle_and_deepcopy(rows: list[int]) -> None:
-    """As a plan is broadcast, and as the enumerator copies options."""
+    """A plan is broadcast, and the enumerator copies options."""
     sharding = ParameterSharding("row_wise", "fused", cache_params=HotColdParams(hot_rows=rows))
     for twin in (pickle.loads(pickle.dumps(sharding)), copy.deepcopy(sharding)):
         assert isinstance(twin.cache_params, HotColdParams)

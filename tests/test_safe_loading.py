@@ -37,7 +37,7 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 def problems(path: str, source: str) -> list[str]:
-    """What a file does that it may not."""
+    """Returns what a file does that it may not."""
     tree = ast.parse(source)
     found = []
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""The worked example of docs/architecture.md, computed anew: two ranks, six ids each, one hot row.
+"""The worked example of docs/architecture.md, computed again: two ranks, six ids each, one hot row.
 
 Every cell of the table in the document is compared with what the code does on fake ranks.
 """

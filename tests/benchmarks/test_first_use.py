@@ -93,7 +93,7 @@ def _metered(rank: int, world_size: int) -> dict[tuple[int, int, str], dict[str,
                 pipeline = pipeline_of(
                     build(_job(num_hot), rank, world_size), num_micro_batches=cut, lookahead=False
                 )
-                # DDP makes its buckets anew in the second step
+                # DDP makes new buckets in the second step
                 run_to_the_end(pipeline, iter(mine[:1] * 3))
                 with WireMeter() as meter:
                     assert len(run_to_the_end(pipeline, iter(batches))) == len(batches)

@@ -46,7 +46,7 @@ from torchrec_picasso.planner import choice
 from torchrec_picasso.planner.explain import summarize
 
 DRIVERS: tuple[Driver, ...] = (None, (1, False), (1, True))
-NUM_WARM = 4  # DDP makes its buckets anew in the second step
+NUM_WARM = 4  # DDP makes new buckets in the second step
 
 
 FLAGS_BYTES = 8 * len(Flags())
@@ -118,7 +118,7 @@ def _known_batch(rank: int, world_size: int) -> Batch:
 
 
 def _known_totals(world_size: int) -> HotColdTotals:
-    """What the tables ask of a step, mean over ranks."""
+    """Returns what the tables ask of a step, mean over ranks."""
     cold = {
         t.name: np.mean([len(_known_rows(t, r, world_size)[0]) for r in range(world_size)])
         for t in TABLES
@@ -313,7 +313,7 @@ def _lookups_by_home(plan: ShardingPlan, world_size: int) -> list[float]:
 def _plan_and_count(
     rank: int, world_size: int, by_host: bool
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """What the planner expects of a step, on rank 0, and what steps on further batches send."""
+    """Returns what rank 0's planner expects of a step, and what steps on further batches send."""
     if by_host:
         pretend_hosts(rank, PLACES)
     choice._ANY_HOT_MARGIN = 0.0  # replicas are counted too, although they gain little here

@@ -101,7 +101,7 @@ def proved(head: nn.Module) -> tuple[Model, Guard, Batch]:
 
 
 def prove_head(head: nn.Module, losses: str = "mean") -> Proof:
-    """What comes of a head on some batch; no random number is drawn."""
+    """Returns what comes of a head on some batch; no random number is drawn."""
     model, batch = Model(head), make_batch()
     given = given_tables(model, batch.sparse_features)
     state, numbers, drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]

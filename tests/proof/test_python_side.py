@@ -1,4 +1,4 @@
-"""What a model does beside its operators: state, globals, clocks, hooks, outputs.
+"""Effects of a model beside its operators: state, globals, clocks, hooks, outputs.
 
 Each head does one thing that K forwards in a step do K times, or in another way. State and changes
 that are hard to see follow; each attack has a twin that is proved."""

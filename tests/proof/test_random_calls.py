@@ -362,7 +362,7 @@ class Program:
         self._variables.append(_Variable(fake, whole, parts_K, words))
 
     def call(self) -> str | None:
-        """What one more call shows to be wrong with the rules; ``None`` = nothing."""
+        """Returns what one more call shows to be wrong with the rules; ``None`` = nothing."""
         draw = self._draw
         makes, num = draw.choices([(ONE, 1), (TWO, 2), (WRITING, 2)], [5, 5, 1])[0]
         given = [draw.choice(self._variables) for _ in range(num)]
@@ -408,7 +408,7 @@ class Program:
         return found
 
     def _facts(self, given: Sequence[_Variable]) -> Any:
-        """What a call that is refused may have changed all the same."""
+        """Returns what a call that is refused may have changed all the same."""
         sizes, shapes = self._sizes, [str(each.fake.shape) for each in given]
         return shapes, len(sizes.env.replacements), len(sizes._same_as)
 

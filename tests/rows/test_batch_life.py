@@ -76,7 +76,7 @@ def _grads_of(rows: BatchRows, part: int) -> tuple[list[Tensor], list[Tensor]]:
 def _expected_step(
     world: worlds.World, tables: list[Tensor], by_rank: Sequence[tuple[Bags, list[int]]]
 ) -> tuple[list[list[list[Tensor]]], list[Tensor]]:
-    """What every part pools, by rank, and the tables after the step."""
+    """Returns what every part pools, by rank, and the tables after the step."""
     moved = [table.clone() for table in tables]
     features = [(i, t.dim) for i, t in enumerate(world.tables) for _ in t.feature_names]
     plan = world.groups[0].plan

@@ -157,7 +157,7 @@ class Trained:
 
 
 def _forward_and_backward(part: int, rows: BatchRows) -> tuple[list[Tensor], ...]:
-    """What is pooled, the gradients of rows and those of weights."""
+    """Returns what is pooled, the gradients of rows and those of weights."""
     given = rows.acquire(part, lambda _: None)
     pooled, grads, grads_of_weights = [], [], []
     for matrix, pooling, scales_N in zip(given.arrive(), given.pooling_M, given.scales_M):

@@ -249,7 +249,7 @@ STEPLESS: dict[str, Job] = {
 
 
 def _steps_counted(rank: int, world_size: int) -> dict[str, set[int]]:
-    """What the kernels of every job count as steps, for the bias correction of Adam's like."""
+    """Returns what the kernels of every job count as steps, for the bias correction of Adam."""
     counted = {}
     for name, job in STEPLESS.items():
         model = build(job, rank, world_size)

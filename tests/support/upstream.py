@@ -56,7 +56,7 @@ def our_classes() -> list[type]:
 
 
 def _bases(ours: type) -> list[type]:
-    """Their classes that one of ours inherits from, nearest first."""
+    """TorchRec's classes that one of ours inherits from, nearest first."""
     return [base for base in ours.__mro__ if base.__module__.startswith(THEIRS)]
 
 
@@ -97,7 +97,7 @@ def _is_self(node: ast.AST) -> bool:
 
 @cache
 def defined_names(cls: type) -> frozenset[str]:
-    """What a class itself defines: in its body, and on ``self`` in its methods."""
+    """Returns what a class itself defines: in its body, and on ``self`` in its methods."""
     names = set(vars(cls))
     tree = _class_tree(cls)
     if tree is not None:

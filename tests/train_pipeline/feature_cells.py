@@ -137,7 +137,7 @@ class Model(nn.Module):
 
 
 def pooled_by(output: Any, keys: Sequence[str], with_ids: bool = False) -> list[Tensor]:
-    """What the model makes of a collection's output: a matrix for each feature."""
+    """Returns what the model makes of a collection's output: a matrix for each feature."""
     if not isinstance(found := output[keys[0]], torchrec.JaggedTensor):
         return [found, *(output[key] for key in keys[1:])]
     summed = []
@@ -286,7 +286,7 @@ def _distribute(feature: Feature, **what: Any) -> DistributedModelParallel:
 
 
 def _distribute_2d(feature: Feature, **what: Any) -> DistributedModelParallel:
-    """It takes GPUs alone; hot/cold tables are refused before anything is placed there."""
+    """2-D parallelism takes GPUs alone; hot/cold tables are refused before any is placed there."""
 
     def mesh(device_type: str, **options: Any) -> DeviceMesh:
         return DeviceMesh("cpu", **options)
@@ -303,7 +303,7 @@ def _distribute_2d(feature: Feature, **what: Any) -> DistributedModelParallel:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run was: what it left behind, or why there is none."""
+    """Outcome of a run: what it left behind, or why there is none."""
 
     result: Result | None = None
     trained: Sequence[Tensor] = ()

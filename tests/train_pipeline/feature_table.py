@@ -136,7 +136,7 @@ def _labelled(texts: Mapping[Key, Texts]) -> dict[str, Texts]:
 
 
 def _rest(lines: Mapping[str, Texts]) -> str:
-    """What does not work in all columns, by result; what ends alike for one reason is one line."""
+    """Returns what does not work in all columns, by result; equal ends are one line."""
     names: dict[str, dict[str, list[str]]] = {}
     for name, texts in lines.items():
         if not _do_all_work(texts):
@@ -265,7 +265,7 @@ def _word(feature: Feature, phase: str, runs: Outcomes, stock: Outcomes, note: s
 
 
 def _plain(line: str) -> str:
-    """What a line of the summary says of a module, or of micro-batches."""
+    """Returns what a line of the summary says of a module, or of micro-batches."""
     if ": computed once per batch" in line or ": not pipelined" in line:
         return line.replace(", of its exchange only that of ids is hidden", "")
     _, found, why = line.partition("; no more than 1 because ")
@@ -293,7 +293,7 @@ def _compare(feature: Feature, phase: str, runs: Outcomes, stock: Outcomes) -> N
 
 @dataclass(frozen=True)
 class Ran:
-    """What an entry of the surface came to on a rank."""
+    """Result of an entry of the surface on a rank."""
 
     given: Any = None
     error: str = ""

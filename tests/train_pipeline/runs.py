@@ -33,7 +33,7 @@ def pipeline_of(model: DistributedModelParallel, **settings: Any) -> Interleaved
 
 
 def run_to_the_end(pipeline: TrainPipeline, batches: Iterator[Batch]) -> list[Tensor]:
-    """What every step of ours or of TorchRec's gives, until ``StopIteration``."""
+    """Returns what every step of ours or of TorchRec's gives, until ``StopIteration``."""
     outputs = []
     while True:
         try:
@@ -82,7 +82,7 @@ Run = tuple[jobs.Result, list[Tensor]]
 
 
 def plain_run(job: jobs.Job, rank: int, world_size: int, steps: Iterable[int] | None = None) -> Run:
-    """What the plain loop leaves behind of a new model, and its outputs."""
+    """Returns what the plain loop leaves behind of a new model, and its outputs."""
     model = jobs.build(job, rank, world_size)
     outputs = plain_steps(model, batches_of(job, rank, steps or range(job.num_steps)))
     return jobs.result_of(model, []), outputs
@@ -122,7 +122,7 @@ def make_driver(driver: Driver, model: DistributedModelParallel) -> Any:
 def train_job(
     job: jobs.Job, driver: Driver, rank: int, world_size: int, dtype: torch.dtype = torch.float32
 ) -> Run:
-    """What a new model's training leaves behind, and its outputs; ``dtype`` is torch's default."""
+    """Returns what a new model's training leaves, and its outputs; ``dtype`` is torch's default."""
     model, batches = jobs.build(job, rank, world_size), batches_of(job, rank, range(job.num_steps))
     pipeline = make_driver(driver, model)
     with default_dtype(dtype):

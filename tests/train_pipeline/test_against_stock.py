@@ -198,6 +198,6 @@ def test_the_comparison_is_of_something(name: str) -> None:
 
 
 def test_every_optimizer_is_compared() -> None:
-    """Those that FBGEMM has on the CPU."""
+    """FBGEMM's on the CPU."""
     compared = {c.job.optimizer for c in COMPARISONS.values() if c.stock != "unsharded"}
     assert compared == set(jobs.OPTIMIZERS) - {"lars", *NOT_IN_FBGEMM}

@@ -3,7 +3,7 @@
 Counted in the middle of a run, when every exchange of a step has something to carry. A step has one
 agreement on what was written between steps, one header, one ids exchange, one rows and one
 gradients exchange per chunk, one sum of hot gradients and one of dense gradients. Looking ahead
-adds one exchange of marks and one of clean rows.
+adds one dirty mask and one of clean rows.
 
 Operators that the host starts are what a step costs on fast links and for small batches: counted
 are those of one of two ranks.
@@ -38,7 +38,7 @@ PER_STEP: dict[Driver, dict[str, int]] = {
 }
 NUM_TABLES = (2, 200)
 WORLD_SIZE = 2
-NUM_WARM, NUM_COUNTED = 4, 3  # DDP makes its buckets anew in the second step
+NUM_WARM, NUM_COUNTED = 4, 3  # DDP makes new buckets in the second step
 
 
 def _job(num_tables: int) -> Job:

@@ -90,7 +90,7 @@ class RolledLargest(Rolled):
 
 
 class SameTotals(Model):
-    """As many lookups of two features, in other samples."""
+    """Equally many lookups of two features, in other samples."""
 
     def make(self) -> None:
         super().make()

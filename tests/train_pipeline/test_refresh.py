@@ -306,7 +306,7 @@ def _run_sequences(rank: int, world_size: int) -> tuple[dict[str, Result], dict[
 
 
 def _backward_over_a_change(rank: int, world_size: int) -> str:
-    """What is said of hot rows that change between a forward and its backward."""
+    """Returns what is said of hot rows that change between a forward and its backward."""
     job = dataclasses.replace(SEQUENCES, num_steps=1)
     model = build_sequences(job, world_size)
     refresher = HotRowRefresher(model, dataclasses.replace(LOOKS, every_steps=1))

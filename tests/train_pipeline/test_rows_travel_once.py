@@ -51,7 +51,7 @@ FLOATS, IDS, MARKS, HEADER = torch.float32, torch.int32, torch.uint8, torch.int6
 
 
 def _recorded(job: Job, driver: Driver, rank: int, world_size: int) -> list[Message]:
-    """Messages of all steps but the first, in the second of which DDP makes its buckets anew."""
+    """Messages of all steps but the first, in the second of which DDP makes new buckets."""
     pipeline = make_driver(driver, build(job, rank, world_size))
     run_to_the_end(pipeline, iter(batches_of(job, rank, range(NUM_WARM))))
     steps = range(NUM_WARM, NUM_WARM + job.num_steps)

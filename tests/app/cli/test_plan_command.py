@@ -289,7 +289,7 @@ UNCOUNTED: list[tuple[list[str], str]] = [
 
 @pytest.fixture
 def places(tmp_path: Path, clicks: str, config: str) -> dict[str, str]:
-    """What words of the refusals stand for; a Criteo file has all 26 tables."""
+    """Returns what words of the refusals stand for; a Criteo file has all 26 tables."""
     out, criteo = str(tmp_path / "stats.parquet"), tmp_path / "criteo.yaml"
     criteo.write_text(TINY_CONFIG.replace("num_tables: 4", "max_rows: 50"))
     files = {"OUT": out, "CLICKS": clicks, "CONFIG": config, "CRITEO": str(criteo)}
