@@ -1,4 +1,4 @@
-"""What the documents name exists: files, tests, benchmarks' options; and the table of packages."""
+"""Names in the documents exist: files, tests, benchmarks' options; and the table of packages."""
 
 import re
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def named_files(text: str) -> list[str]:
 
 
 def missing(paths: Iterable[str], beside: Path) -> list[str]:
-    """Those that are neither in the checkout, nor in the package, nor beside the document."""
+    """Names that are neither in the checkout, nor in the package, nor beside the document."""
     roots = (ROOT, ROOT / "torchrec_picasso", beside)
     return [path for path in paths if not any((root / path).exists() for root in roots)]
 
@@ -67,7 +67,7 @@ def test_the_table_of_packages_is_that_of_the_layers() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     table = text.split("## Packages")[1].split("\n## ")[0]
     rows = re.findall(r"^\| \d[\w, ]* \| (.+?) \|", table, re.MULTILINE)
-    names = [tuple(re.findall(r"`([\w/]+)`", row)) for of in rows for row in of.split(";")]
+    names = [tuple(re.findall(r"`([\w/]+)`", row)) for each in rows for row in each.split(";")]
     assert tuple(names) == ROWS[:-1]  # the last is __main__
 
 

@@ -1,7 +1,7 @@
 """Imports point only downward: the rows of docs/architecture.md, read from the source itself.
 
-A module may import rows above its own, and its own room; never another room of its row, never a row
-below. The package's own ``__init__`` may re-export; a name taken from it counts as its home's.
+A module may import rows above its own, and its own package; never another package of its row, nor
+a row below. The library's ``__init__`` may re-export; a name from it counts as its module's.
 """
 
 import ast
@@ -31,7 +31,7 @@ ROWS = (
     ("app/cli",),
     ("__main__",),
 )
-ROW_OF_ROOM = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
+ROW_OF_PACKAGE = {package: row for row, packages in enumerate(ROWS) for package in packages}
 
 FEWEST_FILES = 50
 """The walk must see at least these; a walk that sees nothing finds nothing."""
@@ -45,11 +45,11 @@ def _files() -> list[Path]:
     return sorted(path for path in ROOT.rglob("*.py") if path not in beside)
 
 
-def _room(path: Path) -> str:
-    return _room_of_parts(path.relative_to(ROOT).with_suffix("").parts)
+def _package(path: Path) -> str:
+    return _package_of_parts(path.relative_to(ROOT).with_suffix("").parts)
 
 
-def _room_of_parts(parts: Sequence[str]) -> str:
+def _package_of_parts(parts: Sequence[str]) -> str:
     """A package of the library, or of the application."""
     return "/".join(parts[: 2 if parts[0] == "app" else 1])
 
@@ -66,47 +66,47 @@ def _imports(path: Path) -> set[tuple[str, str]]:
     return found
 
 
-def _imported_room(module: str, name: str) -> str | None:
-    """The room of this package that an import reaches; None for other packages."""
+def _imported_package(module: str, name: str) -> str | None:
+    """The package of ours that an import reaches; None for other packages."""
     package, _, rest = module.partition(".")
     if package != PACKAGE:
         return None
     if not rest and not name:  # "import torchrec_picasso", which imports nothing by itself
         return None
-    if not rest and name not in ROW_OF_ROOM:  # "from torchrec_picasso import HotColdParams"
+    if not rest and name not in ROW_OF_PACKAGE:  # "from torchrec_picasso import HotColdParams"
         home = getattr(torchrec_picasso, name, None)
-        return _imported_room(getattr(home, "__module__", f"{PACKAGE}.{name}"), "")
-    return _room_of_parts(rest.split(".") if rest else [name])
+        return _imported_package(getattr(home, "__module__", f"{PACKAGE}.{name}"), "")
+    return _package_of_parts(rest.split(".") if rest else [name])
 
 
-def _complaint(room: str, other: str) -> str | None:
-    if other not in ROW_OF_ROOM:
-        return f"unknown room {other!r}; give it a row in tests/test_layers.py"
-    if other == room or ROW_OF_ROOM[other] < ROW_OF_ROOM[room]:
+def _violation(own: str, other: str) -> str | None:
+    if other not in ROW_OF_PACKAGE:
+        return f"unknown package {other!r}; give it a row in tests/test_layers.py"
+    if other == own or ROW_OF_PACKAGE[other] < ROW_OF_PACKAGE[own]:
         return None
-    same = ROW_OF_ROOM[other] == ROW_OF_ROOM[room]
-    return f"imports {other}, {'a room of its own row' if same else 'a row below'}"
+    same = ROW_OF_PACKAGE[other] == ROW_OF_PACKAGE[own]
+    return f"imports {other}, {'a package of its own row' if same else 'a row below'}"
 
 
-def test_every_room_has_a_row() -> None:
+def test_every_package_has_a_row() -> None:
     files = _files()
     assert len(files) >= FEWEST_FILES
-    assert {_room(path) for path in files} <= ROW_OF_ROOM.keys()
+    assert {_package(path) for path in files} <= ROW_OF_PACKAGE.keys()
 
 
 def test_imports_point_downward() -> None:
-    complaints = [
-        f"{path.relative_to(ROOT)}: {complaint}"
+    violations = [
+        f"{path.relative_to(ROOT)}: {violation}"
         for path in _files()
         for module, name in sorted(_imports(path))
-        if (other := _imported_room(module, name)) is not None
-        if (complaint := _complaint(_room(path), other)) is not None
+        if (other := _imported_package(module, name)) is not None
+        if (violation := _violation(_package(path), other)) is not None
     ]
-    assert not complaints, "\n".join(complaints)
+    assert not violations, "\n".join(violations)
 
 
 def test_config_needs_no_torch() -> None:
-    files = [path for path in _files() if _room(path) == "app/config"]
+    files = [path for path in _files() if _package(path) == "app/config"]
     assert len(files) >= 3
     for path in files:
         packages = {module.split(".")[0] for module, _ in _imports(path)}
@@ -114,15 +114,15 @@ def test_config_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "other", "complaint"),
+    ("own", "other", "violation"),
     [
         ("storage", "exchange", None),
         ("ops", "ops", None),
         ("ops", "storage", "a row below"),
-        ("sharding", "planner", "a room of its own row"),
-        ("ops", "cellar", "unknown room 'cellar'"),
+        ("sharding", "planner", "a package of its own row"),
+        ("ops", "cellar", "unknown package 'cellar'"),
     ],
 )
-def test_the_rule_itself(room: str, other: str, complaint: str | None) -> None:
-    found = _complaint(room, other)
-    assert found is None if complaint is None else complaint in str(found)
+def test_the_rule_itself(own: str, other: str, violation: str | None) -> None:
+    found = _violation(own, other)
+    assert found is None if violation is None else violation in str(found)

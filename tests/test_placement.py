@@ -58,7 +58,7 @@ def test_long_hot_sets_differ_in_one_row() -> None:
 
 @pytest.mark.parametrize("rows", [[], [4, 1], range(1000)], ids=["none", "two", "thousand"])
 def test_survives_pickle_and_deepcopy(rows: list[int]) -> None:
-    """As a plan is broadcast, and as the enumerator copies options."""
+    """A plan is broadcast, and the enumerator copies options."""
     sharding = ParameterSharding("row_wise", "fused", cache_params=HotColdParams(hot_rows=rows))
     for twin in (pickle.loads(pickle.dumps(sharding)), copy.deepcopy(sharding)):
         assert isinstance(twin.cache_params, HotColdParams)
@@ -109,15 +109,15 @@ def test_hot_sets_waves_forms_numbers_and_caches_are_told_apart() -> None:
 def test_the_fingerprint_holds_the_parents_where_it_has_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def of_parent(self: CacheParams) -> tuple[object, ...]:
+    def parent_key(self: CacheParams) -> tuple[object, ...]:
         return ("cache_params", 1, str(self.algorithm), self.load_factor)
 
-    monkeypatch.setattr(CacheParams, "stable_fingerprint", of_parent, raising=False)
+    monkeypatch.setattr(CacheParams, "stable_fingerprint", parent_key, raising=False)
     found = fingerprints()
     assert len(set(found)) == len(found)
     half = HotColdParams(load_factor=0.5, hot_rows=[1])
-    assert of_parent(half) in half.stable_fingerprint()
-    assert half.stable_fingerprint() != of_parent(half)
+    assert parent_key(half) in half.stable_fingerprint()
+    assert half.stable_fingerprint() != parent_key(half)
     assert (
         half.stable_fingerprint()
         == HotColdParams(load_factor=0.5, hot_rows=[1]).stable_fingerprint()

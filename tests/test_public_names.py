@@ -1,4 +1,4 @@
-"""What users and plans rely on: public names, their signatures, and the TorchRec names behind."""
+"""Names that users and plans rely on: public ones, signatures, and the TorchRec names behind."""
 
 import inspect
 from operator import attrgetter

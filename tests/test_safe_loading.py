@@ -37,7 +37,7 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 def problems(path: str, source: str) -> list[str]:
-    """What a file does that it may not."""
+    """Returns what a file does that it may not."""
     tree = ast.parse(source)
     found = []
     for node in ast.walk(tree):
@@ -55,7 +55,7 @@ def problems(path: str, source: str) -> list[str]:
             found.append(f"{path}: {node.id}")
     for name, call in calls(tree):
         module, _, function = name.rpartition(".")
-        keywords = {of.arg: ast.unparse(of.value) for of in call.keywords}
+        keywords = {each.arg: ast.unparse(each.value) for each in call.keywords}
         is_own = function == "loads" and path in BETWEEN_OWN_PROCESSES
         if module in PICKLE_MODULES and function in READS_PICKLES and not is_own:
             found.append(f"{path}: {name}")

@@ -77,7 +77,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 def test_links_between_pages_resolve() -> None:
-    """As the site has them: to pages with their anchors, to notebooks and pictures."""
+    """Links of the site: to pages with their anchors, to notebooks and pictures."""
     seen = 0
     for page in PAGES:
         for target, anchor in _LINK.findall(HOOK.with_site_links(_prose(page), page)):

@@ -1,4 +1,4 @@
-"""The worked example of docs/architecture.md, computed anew: two ranks, six ids each, one hot row.
+"""The worked example of docs/architecture.md, computed again: two ranks, six ids each, one hot row.
 
 Every cell of the table in the document is compared with what the code does on fake ranks.
 """
@@ -84,7 +84,7 @@ def worked_example() -> Lines:
     for request in before:
         request.receive_row_numbers()
     requests = _request(world, THIS)
-    lines = _of_ids(world, requests)
+    lines = _id_lines(world, requests)
     sent = [rank.sent_elements for rank in world.ranks]
     for request in requests:
         request.send_row_numbers()
@@ -106,20 +106,20 @@ def worked_example() -> Lines:
         for rows in rows_W:
             fetch(rows)
     gradients = [BatchGradients(group, layout) for group, layout in zip(world.groups, layouts)]
-    lines |= _of_parts(rows_W, gradients)
+    lines |= _part_lines(rows_W, gradients)
     # A row holds its linear id in each column.
     fetched = [rows._matrices.tensors[0][:, 0].long() for rows in rows_W]
-    return lines | _of_layouts(packs, fetched) | _of_update(world, packs, gradients)
+    return lines | _layout_lines(packs, fetched) | _update_lines(world, packs, gradients)
 
 
 def _packed(batch: RowRequest) -> list[int]:
     """Linear ids in request order."""
-    request = _of_rows(batch)
+    request = _row_lines(batch)
     ids: list[int] = request.ids.rows.ids_U[request.located.order_U].tolist()
     return ids
 
 
-def _of_rows(batch: RowRequest) -> Any:
+def _row_lines(batch: RowRequest) -> Any:
     (request,) = batch.by_route
     return request
 
@@ -131,9 +131,9 @@ def _micro_batches_of(request: Any) -> Tensor:
     return micro_batch_of_lookup(edges_J1, cut.micro_batch_by_segment, int(offsets_S1[-1]))
 
 
-def _of_ids(world: World, batches: Sequence[RowRequest]) -> Lines:
+def _id_lines(world: World, batches: Sequence[RowRequest]) -> Lines:
     features = [batch.features for batch in batches]
-    requests = [_of_rows(batch) for batch in batches]
+    requests = [_row_lines(batch) for batch in batches]
     chunks = [first_use_chunks(r.ids.rows, _micro_batches_of(r), NUM_PARTS) for r in requests]
     (route,) = world.groups[0].routes
     hot = route.hot
@@ -148,8 +148,8 @@ def _of_ids(world: World, batches: Sequence[RowRequest]) -> Lines:
     sent = [b.header_exchange.sent_WX for b in batches]
 
     def request_order(rank: int) -> str:
-        ids, (num_hot, *of_places) = _packed(batches[rank]), counts[rank]
-        return _join(ids[:num_hot], *torch.tensor(ids[num_hot:]).split(_by_chunk(of_places)))
+        ids, (num_hot, *places) = _packed(batches[rank]), counts[rank]
+        return _join(ids[:num_hot], *torch.tensor(ids[num_hot:]).split(_by_chunk(places)))
 
     ranks = range(NUM_RANKS)
     return {
@@ -182,11 +182,11 @@ def _lookups(features: Any) -> Tensor:
     return torch.tensor(features.length_per_key())
 
 
-def _by_chunk(of_places: Sequence[int]) -> list[int]:
-    return torch.tensor(of_places).view(NUM_PARTS, NUM_RANKS).sum(1).tolist()
+def _by_chunk(places: Sequence[int]) -> list[int]:
+    return torch.tensor(places).view(NUM_PARTS, NUM_RANKS).sum(1).tolist()
 
 
-def _of_layouts(packs: Sequence[PackLayout], fetched: Sequence[Tensor]) -> Lines:
+def _layout_lines(packs: Sequence[PackLayout], fetched: Sequence[Tensor]) -> Lines:
     exchanges = range(1 + NUM_PARTS)
 
     def fetch_order(rank: int) -> str:
@@ -214,51 +214,51 @@ def _of_layouts(packs: Sequence[PackLayout], fetched: Sequence[Tensor]) -> Lines
     }
 
 
-def _of_parts(rows_W: Sequence[BatchRows], gradients: Sequence[BatchGradients]) -> Lines:
+def _part_lines(rows_W: Sequence[BatchRows], gradients: Sequence[BatchGradients]) -> Lines:
     """Forward of all parts, then backward from the last to the first, upstream gradients 1."""
     lines: Lines = {}
     grads_WK: list[list[Any]] = [[] for _ in rows_W]
     for part in range(NUM_PARTS):
         given = [rows.acquire(part, lambda _: None) for rows in rows_W]
         pooled = []
-        for of_rank, grads_K in zip(given, grads_WK):
-            (matrix,) = of_rank.arrive()
-            index = of_rank.pooling_M[0].index
+        for on_rank, grads_K in zip(given, grads_WK):
+            (matrix,) = on_rank.arrive()
+            index = on_rank.pooling_M[0].index
             pooled.append(pool_rows(matrix, None, index))
             grads_K.append([gradient_of_rows(torch.ones_like(pooled[-1]), None, index)])
         name = f"micro-batch {part}"
         lines[f"{name}: position of each lookup in the matrix"] = _each(
-            given, lambda of: _join(of.pooling_M[0].index.row_of_lookup_N)
+            given, lambda each: _join(each.pooling_M[0].index.row_of_lookup_N)
         )
         lines[f"{name}: pooled (user / item)"] = _each(pooled, lambda p: _join(*p[:, :1]))
         lines[f"{name}: position of each gradient in request order"] = _each(
-            given, lambda of: _join(of.pooling_M[0].index.gradient_position_U)
+            given, lambda each: _join(each.pooling_M[0].index.gradient_position_U)
         )
     for part in reversed(range(NUM_PARTS)):
-        for of_batch, grads_K in zip(gradients, grads_WK):
-            of_batch.add(part, grads_K[part])
-        for of_batch in gradients:
-            of_batch.send(part)
-    for of_batch in gradients:
-        of_batch.reduce_hot()
+        for summed, grads_K in zip(gradients, grads_WK):
+            summed.add(part, grads_K[part])
+        for summed in gradients:
+            summed.send(part)
+    for summed in gradients:
+        summed.reduce_hot()
     lines["summed gradients in request order"] = _each(
-        gradients, lambda of_batch: _join(of_batch._sums_M[0][:, 0])
+        gradients, lambda summed: _join(summed._sums_M[0][:, 0])
     )
     return lines
 
 
-def _of_update(
+def _update_lines(
     world: World, packs: Sequence[PackLayout], gradients: Sequence[BatchGradients]
 ) -> Lines:
     tables = whole_tables(world)
     arrived = []
-    for of_batch, pack in zip(gradients, packs):
-        *_, grads = of_batch.arrived(0)
+    for summed, pack in zip(gradients, packs):
+        *_, grads = summed.arrived(0)
         arrived.append(grads.clone())
-        of_batch._pending_P[0] = [_Over()]  # the update waits for nothing more
+        summed._pending_P[0] = [_Over()]  # the update waits for nothing more
         assert len(grads) == pack.served.num_rows + pack.touched.slots_t.numel()
-    for group, of_batch in zip(world.groups, gradients):
-        update_rows(group, [of_batch])
+    for group, summed in zip(world.groups, gradients):
+        update_rows(group, [summed])
     replicas = [group.storages[0].tables.weights.replicas[:, 0] for group in world.groups]
     moved = [after - before for before, after in zip(tables, whole_tables(world))]
     homes = zip(*(table.split(len(table) // NUM_RANKS) for table in moved))
@@ -273,7 +273,7 @@ def _of_update(
         "change of its home rows (user / item)": _each(
             list(homes), lambda from_tables: _join(*(rows[:, 0] for rows in from_tables))
         ),
-        "its replica of row 4": _each(replicas, lambda of: _join(of)),
+        "its replica of row 4": _each(replicas, lambda each: _join(each)),
     }
 
 

@@ -90,17 +90,17 @@ def test_parts_of_a_kjt_are_those_built_from_lists(
     starts = [0, *accumulate(sizes)]
     assert len(parts) == len(sizes)
     for part, start, end in zip(parts, starts, starts[1:]):
-        of_part = {feature: of_samples[start:end] for feature, of_samples in bags.items()}
-        assert_same(part, kjt_of(of_part, weighted, ids, lengths))
+        cut_bags = {feature: bags_B[start:end] for feature, bags_B in bags.items()}
+        assert_same(part, kjt_of(cut_bags, weighted, ids, lengths))
 
 
 @given(data=st.data(), sizes=sizes_of_parts.filter(lambda sizes: len(sizes) > 1))
 def test_a_kjt_of_offsets_is_cut_like_one_of_lengths(data: st.DataObject, sizes: list[int]) -> None:
     kjt = data.draw(kjts(sum(sizes)))
-    of_offsets = KeyedJaggedTensor(
+    with_offsets = KeyedJaggedTensor(
         kjt.keys(), kjt.values(), kjt.weights_or_none(), offsets=kjt.offsets(), stride=kjt.stride()
     )
-    assert_same(split_batch(of_offsets, sizes), split_batch(kjt, sizes))
+    assert_same(split_batch(with_offsets, sizes), split_batch(kjt, sizes))
 
 
 @given(data=st.data(), sizes=sizes_of_parts)

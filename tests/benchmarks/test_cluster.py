@@ -227,8 +227,8 @@ def test_the_command_tells_all_transfers(capfd: pytest.CaptureFixture[str], tmp_
     options = ["--rate-mbit", "200", "--megabytes", "1", "--repeats", "1", "-o", str(file)]
     assert main(options) == 0
     written = json.loads(file.read_text())
-    assert [of["transfer"] for of in written["transfers"]] == list(TRANSFERS)
-    assert all(of["median_mb_per_s"] > 0 for of in written["transfers"])
+    assert [each["transfer"] for each in written["transfers"]] == list(TRANSFERS)
+    assert all(each["median_mb_per_s"] > 0 for each in written["transfers"])
     assert written["environment"]["date_utc"]
     assert written["question"]["rate_mbit"] == 200
     lines = capfd.readouterr().out.splitlines()

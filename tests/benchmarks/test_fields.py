@@ -60,13 +60,13 @@ def test_all_variants_train_the_same_model(tiny_run: Run) -> None:
     stock = found["table_wise"]["losses"]
     assert len(stock) == LEAST_STEPS
     assert len(set(stock)) == LEAST_STEPS  # it did train
-    for name, of in found.items():
-        assert len(of["losses"]) >= LEAST_STEPS, name
-        assert of["losses"][:LEAST_STEPS] == pytest.approx(stock, rel=LOSS_TOLERANCE), name
-        assert of["max_loss_difference"] < LOSS_TOLERANCE, name
-        assert [len(block) for block in of["block_step_ms"]] == [2, 2], name
-        assert of["metered_bytes_per_step"] > 0, name
-        assert sum(of["tables"].values()) == 5, name
+    for name, each in found.items():
+        assert len(each["losses"]) >= LEAST_STEPS, name
+        assert each["losses"][:LEAST_STEPS] == pytest.approx(stock, rel=LOSS_TOLERANCE), name
+        assert each["max_loss_difference"] < LOSS_TOLERANCE, name
+        assert [len(block) for block in each["block_step_ms"]] == [2, 2], name
+        assert each["metered_bytes_per_step"] > 0, name
+        assert sum(each["tables"].values()) == 5, name
 
 
 def test_the_interleaved_pipeline_chose_before_the_clock_started(tiny_run: Run) -> None:
@@ -93,12 +93,12 @@ def test_predictions_are_beside_what_was_measured(tiny_run: Run) -> None:
     document, printed = tiny_run
     predicted, errors = document["predicted"], document["errors"]
     assert set(NAMES) - {"planner"} <= set(predicted)
-    for name, of in predicted.items():
+    for name, each in predicted.items():
         measured = document["variants"][name]
-        assert of["step_ms"] >= max(of["wire_ms"], of["compute_ms"]) * 0.999, name
-        assert errors["step"][name] == pytest.approx(of["step_ms"] / measured["step_ms"][1] - 1)
+        assert each["step_ms"] >= max(each["wire_ms"], each["compute_ms"]) * 0.999, name
+        assert errors["step"][name] == pytest.approx(each["step_ms"] / measured["step_ms"][1] - 1)
         assert abs(errors["sent_bytes"][name]) < 0.3, name  # few samples: statistics are rough
-        assert f"predicted for {name}: {of['step_ms']:.1f} ms" in printed
+        assert f"predicted for {name}: {each['step_ms']:.1f} ms" in printed
     assert errors["worst_step"] == max(map(abs, errors["step"].values()))
     assert errors["ours_over_best"] is None  # it does not take part
 
@@ -113,7 +113,7 @@ def test_memory_of_a_variant_is_its_own(tiny_run: Run) -> None:
     peak = memory.read()
     assert peak is not None
     assert 30 << 20 < peak < 48 << 20
-    assert all("peak_bytes" in of for of in tiny_run[0]["variants"].values())
+    assert all("peak_bytes" in each for each in tiny_run[0]["variants"].values())
 
 
 def _log(folder: Path, columns: tuple[str, ...]) -> str:
@@ -133,7 +133,7 @@ def test_a_log_is_in_time_order(columns: tuple[str, ...], num_tables: int, tmp_p
     question = Question(model="columns", data=path, batch_size=8, max_rows=10, dim=4)
     workload = ColumnsWorkload(question)
     assert len(workload.tables) == num_tables
-    assert all(of.num_embeddings == 10 and of.dim == 4 for of in workload.tables)
+    assert all(each.num_embeddings == 10 and each.dim == 4 for each in workload.tables)
     first = pd.read_parquet(path)[columns[1]].to_numpy() % 10
     seen = [
         workload.training(rank, 3)[step].sparse_features[columns[1]].values().tolist()
@@ -215,7 +215,7 @@ def test_missing_ids_are_row_0(tmp_path: Path) -> None:
     clicks = read_clicks(tmp_path / "a.parquet")
     assert list(clicks.targets) == ALIMAMA_TARGETS
     assert clicks.targets["brand"].tolist() == [0, 8]
-    assert [of.tolist() for of in clicks.histories["brand"]] == [[], [3, 3]]
+    assert [each.tolist() for each in clicks.histories["brand"]] == [[], [3, 3]]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def _metered(rank: int, world_size: int) -> dict[tuple[int, int, str], dict[str,
                 pipeline = pipeline_of(
                     build(_job(num_hot), rank, world_size), num_micro_batches=cut, lookahead=False
                 )
-                # DDP makes its buckets anew in the second step
+                # DDP makes new buckets in the second step
                 run_to_the_end(pipeline, iter(mine[:1] * 3))
                 with WireMeter() as meter:
                     assert len(run_to_the_end(pipeline, iter(batches))) == len(batches)
@@ -134,8 +134,10 @@ def test_hot_rows_are_those_looked_up_most() -> None:
         np.add.at(lookups, ROWS["user"] + batch.sparse_features[feature].values().numpy(), 1)
     assert most == sorted(most)
     assert sorted(lookups[most]) == sorted(np.sort(lookups)[-5:])
-    (of,) = compare("x", clicks, batch_size=20, micro_batches=(2,), dim=8, hot_rows=5, num_steps=1)
-    assert of.hot_rows == 5
+    (only,) = compare(
+        "x", clicks, batch_size=20, micro_batches=(2,), dim=8, hot_rows=5, num_steps=1
+    )
+    assert only.hot_rows == 5
 
 
 def test_a_short_stream_is_refused() -> None:

@@ -123,12 +123,12 @@ def test_time_on_a_gpu_is_that_between_two_events(monkeypatch: pytest.MonkeyPatc
 
 
 def test_ratios_are_taken_round_by_round() -> None:
-    of = timings({"stock": [1.0, 10.0, 2.0], "ours": [2.0, 20.0, 2.0]}, "stock")
-    assert of["stock"].ratio == 1.0
-    assert of["ours"].ratio == 2.0
-    assert of["ours"].ratio_range == (1.0, 2.0)
-    assert of["ours"].median_ms == 2.0
-    assert (of["stock"].low_ms, of["stock"].high_ms) == (1.5, 6.0)
+    found_times = timings({"stock": [1.0, 10.0, 2.0], "ours": [2.0, 20.0, 2.0]}, "stock")
+    assert found_times["stock"].ratio == 1.0
+    assert found_times["ours"].ratio == 2.0
+    assert found_times["ours"].ratio_range == (1.0, 2.0)
+    assert found_times["ours"].median_ms == 2.0
+    assert (found_times["stock"].low_ms, found_times["stock"].high_ms) == (1.5, 6.0)
 
 
 def test_only_warnings_of_syncs_are_counted_and_places_start_at_the_package() -> None:
@@ -188,7 +188,7 @@ def test_uvm_compares_with_a_cache_of_as_many_rows_and_knows_where_replicas_are(
     on_gpu = kernels(TINY, num_rows=200, device=torch.device("cuda"))
     assert next(iter(on_gpu)) == "fused_uvm_caching"
     assert on_gpu["fused_uvm_caching"].load_factor == 0.1
-    assert [of.hot_rows for of in on_gpu.values()][-2:] == [0, 20]
+    assert [found_times.hot_rows for found_times in on_gpu.values()][-2:] == [0, 20]
     replica_bytes = 20 * 4 * 4
     assert replicas_are_in_hbm([0, 1000, 1000 + replica_bytes], TINY)
     assert not replicas_are_in_hbm([0, 1000, 1000], TINY)
@@ -228,7 +228,7 @@ def test_the_parts_run_on_the_cpu_too(tmp_path: Path, capsys: pytest.CaptureFixt
     assert document["environment"]["torchrec-picasso"]
     found = document["parts"]["streams"]["facts"]["found"]
     assert {"interleaved K=2", "interleaved K=2, lookahead"} <= set(found)
-    assert all(of["unequal_runs"] == 0 for of in found.values())
+    assert all(found_times["unequal_runs"] == 0 for found_times in found.values())
     assert found[PLAIN]["loss_difference"] == 0.0
     step_ms = document["parts"]["overhead"]["facts"]["step_ms"]
     assert list(step_ms) == ["table_wise", "hot_cold:0", "hot_cold:20", "interleaved:2:20"]

@@ -44,7 +44,7 @@ def test_figures_are_those_of_the_kept_run() -> None:
     found = [
         *checks.values(),
         *by_samples["checks"].values(),
-        *(check for of in (*seeds.values(), *hstu.values()) for check in of.values()),
+        *(check for each in (*seeds.values(), *hstu.values()) for check in each.values()),
     ]
     assert all(check["holds"] for check in found)
     kept = {
@@ -68,16 +68,16 @@ def test_pictures_are_of_the_kept_results(drawing: Any, name: str, tmp_path: Pat
     assert drawn.read_text() == (ROOT / "docs" / name).read_text()
 
 
-def numbers(of: Any) -> Iterator[float]:
+def numbers(document: Any) -> Iterator[float]:
     """Every number of a document, and the sums of what was loaded and refused by kind."""
-    if isinstance(of, dict):
-        for value in of.values():
+    if isinstance(document, dict):
+        for value in document.values():
             yield from numbers(value)
-    elif isinstance(of, list):
-        for value in of:
+    elif isinstance(document, list):
+        for value in document:
             yield from numbers(value)
-    elif isinstance(of, (int, float)) and not isinstance(of, bool):
-        yield of
+    elif isinstance(document, (int, float)) and not isinstance(document, bool):
+        yield document
 
 
 def test_figures_are_those_of_the_kept_report() -> None:
@@ -99,7 +99,7 @@ def test_figures_are_those_of_the_kept_report() -> None:
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     cells = [cell for row in rows for cell in row.split("|")[2:]]
     figures = [figure for cell in cells for figure in FIGURE.findall(cell)]
-    told = [of for of in figures if not of.isdigit() or int(of) >= SMALLEST]
+    told = [each for each in figures if not each.isdigit() or int(each) >= SMALLEST]
     assert len(told) > 20
     assert not [figure for figure in told if figure not in kept]
 

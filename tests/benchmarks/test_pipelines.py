@@ -109,7 +109,7 @@ def test_ratios_are_to_the_fastest_stock_variant_even_if_it_trains_another_model
         ]
     ]
     found = rankings(ranks, batch_size=10, ranks_per_host=1)
-    assert {name: of.ratio for name, of in found.items()} == pytest.approx(
+    assert {name: each.ratio for name, each in found.items()} == pytest.approx(
         {"table_wise": 0.5, "column_wise": 1.0, "hot_cold": 2.0}
     )
     assert found["hot_cold"].ratio_by_round == pytest.approx([2.0, 2.0])
@@ -139,15 +139,15 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_all_variants_take_all_steps_and_the_losses_are_stocks(tiny_run: Run) -> None:
     document, _ = tiny_run
-    same = {n: of for n, of in document["variants"].items() if of["trains_same_model"]}
+    same = {n: each for n, each in document["variants"].items() if each["trains_same_model"]}
     assert {"table_wise", "hot_cold", "hot_cold:0", "hot_cold:20"} <= set(same)
-    for name, of in same.items():
-        is_cut = (of["num_micro_batches"] or 1) > 1  # then turns wait until early checks are over
-        assert (len(of["losses"]) > STEPS) if is_cut else (len(of["losses"]) == STEPS), name
-        assert [len(block) for block in of["block_step_ms"]] == [2, 2], name
-        assert of["max_loss_difference"] < LOSS_TOLERANCE, name
+    for name, each in same.items():
+        is_cut = (each["num_micro_batches"] or 1) > 1  # then turns wait until early checks are over
+        assert (len(each["losses"]) > STEPS) if is_cut else (len(each["losses"]) == STEPS), name
+        assert [len(block) for block in each["block_step_ms"]] == [2, 2], name
+        assert each["max_loss_difference"] < LOSS_TOLERANCE, name
         stock = same["table_wise"]["losses"]
-        assert of["losses"][:STEPS] == pytest.approx(stock, rel=LOSS_TOLERANCE)
+        assert each["losses"][:STEPS] == pytest.approx(stock, rel=LOSS_TOLERANCE)
     assert len(set(same["table_wise"]["losses"])) == STEPS  # it did train
 
 
@@ -211,9 +211,9 @@ def test_scenarios_are_questions_of_their_own() -> None:
     assert (uniform.data, uniform.rate_mbit) == ("uniform", None)
     for name, asked in SCENARIOS.items():
         question = Question(**{"data": "f", **asked})
-        assert any(parse_variant(of).pipeline == "interleaved" for of in question.variants), name
+        assert any(parse_variant(one).pipeline == "interleaved" for one in question.variants), name
         # where a step takes seconds, only the stock plan that was the best with shorter ones
-        num_stock = sum(parse_variant(of).is_stock for of in question.variants)
+        num_stock = sum(parse_variant(each).is_stock for each in question.variants)
         assert num_stock == (1 if "rounds" in asked else 5), name
 
 

@@ -118,10 +118,10 @@ def _stream(step_of_hour: int, refresh: Refresh) -> Stream:
 
 def test_hot_rows_follow_and_nothing_else_changes() -> None:
     found = measure(_stream(50, Refresh(every_steps=2, half_life_steps=2, deviations=1.0)))
-    of = summary_of(found, skipped_hours=1)
-    assert of["frozen"] < 0.05
-    assert of["refreshed"] > 0.6 * of["oracle"]
-    assert of["oracle"] > 0.8
+    summary = summary_of(found, skipped_hours=1)
+    assert summary["frozen"] < 0.05
+    assert summary["refreshed"] > 0.6 * summary["oracle"]
+    assert summary["oracle"] > 0.8
     assert found["loss_difference"] < 1e-6
     assert len(found["looks"]) == HOURS * STEPS_PER_HOUR // 2
 
@@ -130,8 +130,8 @@ def test_a_look_comes_early_where_coverage_falls() -> None:
     found = measure(
         _stream(50, Refresh(every_steps=40, half_life_steps=2, check_steps=3, deviations=1.0))
     )
-    of = summary_of(found, skipped_hours=1)
-    assert of["refreshed"] > 0.25 * of["oracle"]
+    summary = summary_of(found, skipped_hours=1)
+    assert summary["refreshed"] > 0.25 * summary["oracle"]
     steps = [look["step"] for look in found["looks"]]
     assert steps
     assert all(step % 3 == 0 for step in steps)
@@ -172,7 +172,7 @@ def side(name: str) -> Side:
 
 
 def sample() -> list[Move]:
-    pairs = [(o, *pair.split()) for o, of_optimizer in SAMPLE.items() for pair in of_optimizer]
+    pairs = [(o, *pair.split()) for o, moves in SAMPLE.items() for pair in moves]
     return [Move(optimizer, side(source), side(target)) for optimizer, source, target in pairs]
 
 
@@ -246,7 +246,7 @@ def _plant(step: int, trainer: SmallTrainer) -> None:
             _KEPT.append(open(os.devnull))  # noqa: SIM115
             threading.Thread(target=threading.Event().wait, daemon=True).start()
     elif step == SOAKED:
-        module = next(of for of in trainer.model.modules() if isinstance(of, HotColdModule))
+        module = next(each for each in trainer.model.modules() if isinstance(each, HotColdModule))
         sharding: Any = module.table_shardings()[0]
         sharding.group.storages[0].tables.weights.replicas.data[1, 0] += 1.0
 

@@ -23,9 +23,9 @@ BASELINES = {"logistic_regression", "pooled_history"}
 """What models are compared with for what they learn, not for their speed."""
 
 
-def _options(**of: object) -> argparse.Namespace:
+def _options(**others: object) -> argparse.Namespace:
     usual = {"data_folder": None, "seed": 0, "rate_mbit": 0, "rounds": 2, "block_steps": 2}
-    return argparse.Namespace(**{**usual, **of})
+    return argparse.Namespace(**{**usual, **others})
 
 
 def test_every_model_has_a_line() -> None:

@@ -46,7 +46,7 @@ from torchrec_picasso.planner import choice
 from torchrec_picasso.planner.explain import summarize
 
 DRIVERS: tuple[Driver, ...] = (None, (1, False), (1, True))
-NUM_WARM = 4  # DDP makes its buckets anew in the second step
+NUM_WARM = 4  # DDP makes new buckets in the second step
 
 
 FLAGS_BYTES = 8 * len(Flags())
@@ -118,7 +118,7 @@ def _known_batch(rank: int, world_size: int) -> Batch:
 
 
 def _known_totals(world_size: int) -> HotColdTotals:
-    """What the tables ask of a step, mean over ranks."""
+    """Returns what the tables ask of a step, mean over ranks."""
     cold = {
         t.name: np.mean([len(_known_rows(t, r, world_size)[0]) for r in range(world_size)])
         for t in TABLES
@@ -244,8 +244,8 @@ def test_rows_of_real_ids_that_cross_hosts(
         totals = totals.plus(HotColdTotals.from_table(work, 0, "node_rows"))
         block = -(-len(counts) // world_size)
         for step in ids[: num_steps * world_size * size].reshape(num_steps, HOSTS, places, size):
-            for host, of_ranks in enumerate(step):
-                rows = np.concatenate([np.unique(of_rank) for of_rank in of_ranks])
+            for host, on_ranks in enumerate(step):
+                rows = np.concatenate([np.unique(on_rank) for on_rank in on_ranks])
                 rows = rows[rows // block // places != host]
                 per_rank, per_host = per_rank + len(rows), per_host + len(np.unique(rows))
     by_host = ByHost(totals=totals, num_packs=1, ranks_per_host=places)
@@ -313,7 +313,7 @@ def _lookups_by_home(plan: ShardingPlan, world_size: int) -> list[float]:
 def _plan_and_count(
     rank: int, world_size: int, by_host: bool
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """What the planner expects of a step, on rank 0, and what steps on further batches send."""
+    """Returns what rank 0's planner expects of a step, and what steps on further batches send."""
     if by_host:
         pretend_hosts(rank, PLACES)
     choice._ANY_HOT_MARGIN = 0.0  # replicas are counted too, although they gain little here
@@ -359,7 +359,7 @@ def test_the_planners_bytes_are_those_of_a_step(by_host: bool) -> None:
     ranks = run_ranks(_plan_and_count, world_size, by_host, timeout_s=100)
     expected = ranks[0][0]
     predicted, lookups = expected.pop("ranks"), expected.pop("lookups")
-    assert [of["served_lookups"] for of in predicted] == pytest.approx(lookups, rel=0.04)
+    assert [each["served_lookups"] for each in predicted] == pytest.approx(lookups, rel=0.04)
     mean = {name: float(np.mean([sent[name] for _, sent in ranks])) for name in ranks[0][1]}
     assert mean.pop("marks") == 0
     flags_bytes = FLAGS_BYTES * (world_size - 1)
@@ -367,8 +367,8 @@ def test_the_planners_bytes_are_those_of_a_step(by_host: bool) -> None:
     assert mean["header"] == expected["header"]
     del mean["received"]
     if by_host:  # sums of hot rows are messages, too
-        mean, expected = ({name: of[name] for name in ("ids", "all")} for of in (mean, expected))
+        mean, expected = ({name: one[name] for name in ("ids", "all")} for one in (mean, expected))
     else:
         received = [measured["received"] - flags_bytes for _, measured in ranks]
-        assert [of["received_bytes"] for of in predicted] == pytest.approx(received, rel=0.04)
+        assert [each["received_bytes"] for each in predicted] == pytest.approx(received, rel=0.04)
     assert mean == pytest.approx(expected, rel=0.04)

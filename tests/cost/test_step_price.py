@@ -136,9 +136,9 @@ def work(exponent: float = 1.0, *, pooling: int = 1, rows: int = ROWS) -> TableW
     return TableWork(load, world_size=2)
 
 
-def network(gbytes_per_s: float = 0.1, *, core_ns: float = 0.0, **of: object) -> CommCurves:
+def network(gbytes_per_s: float = 0.1, *, core_ns: float = 0.0, **others: object) -> CommCurves:
     curves = CommCurves.assumed(2, gbytes_per_s=gbytes_per_s, latency_ms=0.3)
-    return dataclasses.replace(curves, wire_core_ns=core_ns, **of)  # type: ignore[arg-type]
+    return dataclasses.replace(curves, wire_core_ns=core_ns, **others)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_hot", [0, 100])
@@ -178,27 +178,27 @@ def test_chunks_add_up_and_the_first_is_small_in_samples_only(num_parts: int) ->
 
 
 def test_homes_update_distinct_rows_once() -> None:
-    of = work()
-    totals = HotColdTotals.from_table(of, 0)
-    assert totals.updated == pytest.approx(of.unique_anywhere / 2)
+    item = work()
+    totals = HotColdTotals.from_table(item, 0)
+    assert totals.updated == pytest.approx(item.unique_anywhere / 2)
     assert totals.updated < totals.cold  # some rows are asked for by both ranks
     local = dataclasses.replace(FREE, hot_cold=SideCosts())
     per_row = dataclasses.replace(local.hot_cold.backward, update_ns=1000)
     local = dataclasses.replace(local, hot_cold=SideCosts(backward=per_row))
     assert exchange_times(totals, local).update_ms == pytest.approx(totals.updated * 1e-3)
     # a hot row is updated on every rank
-    hot = exchange_times(HotColdTotals.from_table(of, ROWS), local)
-    assert hot.update_ms == pytest.approx(of.split(ROWS).hot_touched * 1e-3)
+    hot = exchange_times(HotColdTotals.from_table(item, ROWS), local)
+    assert hot.update_ms == pytest.approx(item.split(ROWS).hot_touched * 1e-3)
 
 
 def test_bags_send_lookups_lengths_and_pooled_vectors() -> None:
-    of = work(pooling=5)
-    sent = exchange_bytes(HotColdTotals.from_table(of, 0, "bags"), 2, 1)
+    item = work(pooling=5)
+    sent = exchange_bytes(HotColdTotals.from_table(item, 0, "bags"), 2, 1)
     assert sent["ids"] == pytest.approx((5 * BATCH * 4 + BATCH * 4) / 2)
     assert sent["rows"] == sent["gradients"] == pytest.approx(BATCH * DIM * 4 / 2)
     assert sent["hot"] == 0
     # one bag of five nearly distinct lookups is shorter than their rows, of which one is not
-    uniform = TableWork(dataclasses.replace(of.load, spectrum=None, num_embeddings=10**6), 2)
+    uniform = TableWork(dataclasses.replace(item.load, spectrum=None, num_embeddings=10**6), 2)
     curves = network()
     rows, bags = (
         StepPricer(curves, 2).price(HotColdTotals.from_table(uniform, 0, form))
@@ -237,7 +237,7 @@ def test_stock_tables_beside_the_exchange_are_exposed() -> None:
     works = [work(0.6) for _ in range(20)]
     stock = stock_cost("table_wise", works, network(), 2)
     pricer = StepPricer(network(), 2, DenseTimes.from_total(1000.0))
-    totals = HotColdTotals.sum(HotColdTotals.from_table(of_table, 0) for of_table in works)
+    totals = HotColdTotals.sum(HotColdTotals.from_table(own, 0) for own in works)
     alone, beside = pricer.price(totals), pricer.price(totals, stock)
     waits_ms = stock.forward_wire_ms + stock.backward_wire_ms
     assert beside.step_ms >= alone.step_ms + waits_ms
@@ -246,10 +246,10 @@ def test_stock_tables_beside_the_exchange_are_exposed() -> None:
 @pytest.mark.parametrize(("kind", "world_size"), [("table_wise", 1), ("data_parallel", 2)])
 def test_stock_work_counts_where_nothing_is_sent(kind: str, world_size: int) -> None:
     # one rank sends nothing, and the lookup of a data-parallel table has no exchange
-    of = TableWork(work().load, world_size)
-    stock = stock_cost(kind, [of], network(), world_size)
+    item = TableWork(work().load, world_size)
+    stock = stock_cost(kind, [item], network(), world_size)
     assert stock.forward_wire_ms == 0 < stock.forward_ms
-    totals = HotColdTotals.from_table(of, 0)
+    totals = HotColdTotals.from_table(item, 0)
     pricer = StepPricer(network(), world_size, micro_batch_counts=[1])
     alone, beside = pricer.price(totals), pricer.price(totals, stock)
     assert beside.compute_ms == pytest.approx(alone.compute_ms + stock.compute_ms)
@@ -301,7 +301,7 @@ def test_lookups_are_read_and_bags_are_written_as_often_as_in_a_real_module(pool
         side = SideCosts(forward=cost)
         local = LocalCosts(hot_cold=side, stock=side)
         totals = [
-            HotColdTotals.sum(HotColdTotals.from_table(of, 0, form) for of in works)
+            HotColdTotals.sum(HotColdTotals.from_table(item, 0, form) for item in works)
             for form in ("rows", "bags")
         ]
         rows, bags = (exchange_times(total, local) for total in totals)

@@ -20,7 +20,7 @@ MOST_LINES, FEW_STEPS = 80, 5  # later a ReLU may have fallen to the other side
 
 
 def run_file(rank: int, world_size: int, file: str) -> str:
-    """What a rank prints; it has joined the group that the example would make under torchrun."""
+    """Returns what a rank prints; it has joined the group that torchrun would make."""
     dist.init_process_group = lambda backend: None  # type: ignore[assignment]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):

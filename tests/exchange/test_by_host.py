@@ -1,4 +1,4 @@
-"""Which ranks can exchange by host, and which tables; all others are refused by name.
+"""Ranks and tables that can exchange by host; all others are refused by name.
 
 Words and sums by host: what arrives, and what crosses hosts.
 """

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def _agree(rank: int, world_size: int) -> list[bool]:
-    """Who speaks: nobody, each rank in turn, all; messages of the group itself are under way."""
+    """Ranks that speak: none, each in turn, all; messages of the group itself are under way."""
     pg = dist.group.WORLD
     found = []
     for speaking in ([], *([each] for each in range(world_size)), list(range(world_size))):
@@ -195,7 +195,7 @@ def _raise(error: Exception) -> None:
     ],
 )
 def test_a_broken_exchange_is_explained(error: Exception) -> None:
-    with pytest.raises(PeerError, match="rank 0 waited in vain in step 3") as caught:
+    with pytest.raises(PeerError, match="rank 0 got no answer in step 3") as caught:
         _raise(error)
     assert str(error) in str(caught.value)
     assert caught.value.__cause__ is error

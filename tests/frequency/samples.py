@@ -84,7 +84,7 @@ def counted(
     num_embeddings: int | None,
     max_rows_counted: int = MAX_ROWS_COUNTED,
 ) -> TableCounts:
-    """What an accumulator makes of the chunks."""
+    """Returns what an accumulator makes of the chunks."""
     counter = LookupCounter(table_of(num_embeddings), max_rows_counted)
     for chunk in chunks:
         counter.add(np.asarray(chunk, dtype=np.int64))

@@ -54,7 +54,7 @@ def source_hash(notebook: NotebookNode) -> str:
 
 
 def kinds_of_outputs(notebook: NotebookNode) -> list[list[object]]:
-    """What each cell shows: streams by name, the rest by formats; neighbours of one kind once."""
+    """Returns what each cell shows: streams by name, the rest by formats; equal neighbours once."""
     found = []
     for cell in notebook.cells:
         kinds = [o.get("name") or sorted(o.data) for o in cell.get("outputs", [])]

@@ -46,7 +46,7 @@ def test_keys_carry_tags(dtype: torch.dtype, counts: list[int], data: st.DataObj
     keys = data.draw(st.lists(st.integers(0, 3), min_size=len(tags), max_size=len(tags)))
     keys_N, tags_N = torch.tensor(keys, dtype=dtype), torch.tensor(tags, dtype=torch.int64)
     found = sort_with_tags(keys_N, tags_N)
-    assert list(zip(*(of.tolist() for of in found))) == sorted(zip(keys, tags))
+    assert list(zip(*(each.tolist() for each in found))) == sorted(zip(keys, tags))
 
 
 @pytest.mark.parametrize("is_intel", [True, False])

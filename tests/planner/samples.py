@@ -1,4 +1,4 @@
-"""Models, a stand-in sharder and statistics that the tests of this room share."""
+"""Models, a stand-in sharder and statistics that the tests of this package share."""
 
 import torch
 from torch import nn

@@ -22,9 +22,9 @@ ROWS = 20_000
 BATCH = 1024
 
 
-def curves(world_size: int = 2, *, reduce_gbytes_per_s: float = 1.0, **of: float) -> CommCurves:
+def curves(world_size: int = 2, *, reduce_gbytes_per_s: float = 1.0, **others: float) -> CommCurves:
     """A network whose all-reduce may be faster than its all-to-all."""
-    usual = {"gbytes_per_s": 0.1, "latency_ms": 0.3, **of}
+    usual = {"gbytes_per_s": 0.1, "latency_ms": 0.3, **others}
     assumed = CommCurves.assumed(world_size, **usual)  # type: ignore[arg-type]
     fast = Curve.line(usual["latency_ms"], reduce_gbytes_per_s)
     return CommCurves(
@@ -231,8 +231,8 @@ def test_forms_are_near_the_best_of_all() -> None:
             for forms in every
         }
         # few tables share two homes unevenly
-        of_one_form = min(ms for forms, ms in times.items() if len({*forms} - {None}) < 2)
-        assert choice.step.step_ms <= 1.1 * of_one_form
+        one_form_ms = min(ms for forms, ms in times.items() if len({*forms} - {None}) < 2)
+        assert choice.step.step_ms <= 1.1 * one_form_ms
         # rows beside bags must win by 18 %, and plans with some stock tables are not weighed
         assert choice.step.step_ms <= 1.15 / (1 - 0.18) * min(times.values())
 
@@ -273,17 +273,17 @@ def on_hosts(gbytes_per_s: float, inside_gbytes_per_s: float = 5.0) -> CommCurve
     return dataclasses.replace(flat, ranks_per_host=PLACES, collectives=levels)
 
 
-def may_go_by_host(works: list[TableWork], **of: object) -> list[TableInfo]:
-    return [dataclasses.replace(each, no_hosts=None, **of) for each in ask(works)]  # type: ignore[arg-type]
+def may_go_by_host(works: list[TableWork], **others: object) -> list[TableInfo]:
+    return [dataclasses.replace(each, no_hosts=None, **others) for each in ask(works)]  # type: ignore[arg-type]
 
 
-def of_module(name: str, exponent: float, num_tables: int = 4) -> list[TableWork]:
+def module_works(name: str, exponent: float, num_tables: int = 4) -> list[TableWork]:
     works = [work(f"{name}{i}", exponent, dim=128) for i in range(num_tables)]
     return [TableWork(dataclasses.replace(each.load, module=name), 8) for each in works]
 
 
 def test_rows_go_by_host_where_ranks_share_them_and_the_network_is_slow() -> None:
-    shared, slow = of_module("shared", 0.7), pricer(on_hosts(0.004), world_size=8)
+    shared, slow = module_works("shared", 0.7), pricer(on_hosts(0.004), world_size=8)
     choice = choose(may_go_by_host(shared, no_hot_rows="no"), slow)
     assert set(choice.forms) == {"node_rows"}
     assert choice.priced_ms["node_rows"] < 0.97 * choice.priced_ms["rows"]
@@ -324,7 +324,7 @@ def test_rows_by_host_must_beat_the_best_other_plan_and_rows_sent_directly(
 
 
 def test_relays_sort_copy_and_sum() -> None:
-    works, prices = of_module("shared", 0.7), pricer(on_hosts(0.004), world_size=8)
+    works, prices = module_works("shared", 0.7), pricer(on_hosts(0.004), world_size=8)
     works = [TableWork(each.load, 8, PLACES) for each in works]
     forms: tuple[Form, ...] = ("rows", "node_rows")
     direct, by_host = (
@@ -336,6 +336,6 @@ def test_relays_sort_copy_and_sum() -> None:
 
 def test_each_module_goes_by_host_or_directly() -> None:
     network = on_hosts(0.004, inside_gbytes_per_s=0.05)
-    works = [*of_module("shared", 1.3, num_tables=12), *of_module("apart", 0.0)]
+    works = [*module_works("shared", 1.3, num_tables=12), *module_works("apart", 0.0)]
     choice = choose(may_go_by_host(works, no_hot_rows="no"), pricer(network, world_size=8))
     assert choice.forms == ("node_rows",) * 12 + ("rows",) * 4

@@ -1,4 +1,4 @@
-"""Which tables get hot/cold options, in which order, and what is refused; which options are kept,
+"""Tables that get hot/cold options, in which order, and what is refused; which options are kept,
 and replica memory counted as TorchRec counts the home's."""
 
 from typing import Any

@@ -84,7 +84,7 @@ def test_where_the_exchange_costs_more_tables_stay_stock_and_the_log_says_so(
 ) -> None:
     planner, plan = planned(curves=FAST)
     assert "hot_cold" not in placed(plan).values()
-    (record,) = (of for of in caplog.records if of.name == "torchrec_picasso.planner")
+    (record,) = (each for each in caplog.records if each.name == "torchrec_picasso.planner")
     assert record.levelname == "WARNING"
     assert "no table is hot/cold, so this package has no effect: a step is predicted to take " in (
         record.getMessage()
@@ -99,7 +99,7 @@ def test_a_plan_without_a_hot_cold_table_says_why(caplog: pytest.LogCaptureFixtu
     only_stock = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
     planned(curves=SLOW, constraints=dict.fromkeys(ROWS, only_stock))
     planned(curves=SLOW, hot_rows={})
-    logged = [of.getMessage() for of in caplog.records if of.name == "torchrec_picasso.planner"]
+    logged = [one.getMessage() for one in caplog.records if one.name == "torchrec_picasso.planner"]
     assert len(logged) == 2
     assert "no table can be: its sharder or its constraints do not allow hot/cold" in logged[0]
     assert "hot_rows names no table" in logged[1]
@@ -110,7 +110,7 @@ def test_a_plan_with_hot_cold_tables_is_logged_for_who_asks(
 ) -> None:
     with caplog.at_level("INFO", logger="torchrec_picasso.planner"):
         planned(stats=skewed(), curves=SLOW)
-    (record,) = (of for of in caplog.records if of.name == "torchrec_picasso.planner")
+    (record,) = (each for each in caplog.records if each.name == "torchrec_picasso.planner")
     assert record.levelname == "INFO"
     assert record.getMessage().startswith(f"{len(ROWS)} tables hot/cold (0 owner-pooled) with ")
 
@@ -135,8 +135,8 @@ def test_constraints_are_respected() -> None:
 
 def test_homes_follow_the_load() -> None:
     # all lookups of b go to its first rows, which equal blocks put on one rank
-    of_b = stats_of({"b": ROWS["b"]}, lambda rows: torch.full((40,), 100), 8, BATCH).tables
-    alone = FrequencyStats(tables={**skewed().tables, **of_b}, num_samples=8 * BATCH)
+    stats_b = stats_of({"b": ROWS["b"]}, lambda rows: torch.full((40,), 100), 8, BATCH).tables
+    alone = FrequencyStats(tables={**skewed().tables, **stats_b}, num_samples=8 * BATCH)
     planner, plan = planned(stats=alone, hot_rows={"b": 0})
     sizes = [s.shard_sizes[0] for s in plan.plan["pooled"]["b"].sharding_spec.shards]  # type: ignore[index]
     assert sum(sizes) == ROWS["b"]
@@ -268,19 +268,21 @@ def test_all_tables_say_the_micro_batches_that_the_plan_was_priced_for() -> None
     planner, plan = planned_of(Towers(), curves=SLOW, constraints=POOLING, dense_ms=2000.0)
     summary = summarize(planner.decision)
     assert summary["num_micro_batches"] in (2, 4, 8, 16)
-    assert {of.num_micro_batches for of in params(plan).values()} == {summary["num_micro_batches"]}
+    assert {one.num_micro_batches for one in params(plan).values()} == {
+        summary["num_micro_batches"]
+    }
     assert summary["dense_ms"] == pytest.approx(2000)
     assert summary["step_ms"] >= max(summary["wire_ms"], summary["compute_ms"])
     assert summary["compute_ms"] > 2000
     # where somebody else names the rows, the price is still known
     given, plan = planned_of(Towers(), curves=SLOW, constraints=POOLING, hot_rows=0, dense_ms=2000)
-    found = {of.num_micro_batches for of in params(plan).values()}
+    found = {each.num_micro_batches for each in params(plan).values()}
     assert found == {given.decision.step.num_micro_batches} != {None}
 
 
 def test_without_curves_a_plan_of_given_rows_says_nothing_of_micro_batches() -> None:
     _, plan = planned_of(Model(), stats=stats(), hot_rows=3)
-    assert {of.num_micro_batches for of in params(plan).values()} == {None}
+    assert {each.num_micro_batches for each in params(plan).values()} == {None}
 
 
 def test_the_dense_part_is_that_of_the_curves_unless_given() -> None:
@@ -299,9 +301,9 @@ def test_the_dense_part_is_that_of_the_curves_unless_given() -> None:
 
 def test_bags_are_placed_on_the_rank_that_pools_them() -> None:
     rows_planner, plan = planned_of(Towers(), curves=SLOW, constraints=POOLING, hot_rows=0)
-    assert {of.form for of in params(plan).values()} == {"rows"}
+    assert {each.form for each in params(plan).values()} == {"rows"}
     planner, plan = planned_of(Towers(), curves=SLOW, constraints=POOLING)
-    forms = {name: of.form for name, of in params(plan).items()}
+    forms = {name: each.form for name, each in params(plan).items()}
     assert forms == {"wide": "bags", "long": "bags", "small": "rows"}
     for name, placed in plan.plan["pooled"].items():  # type: ignore[attr-defined]
         is_bags = forms[name] == "bags"
@@ -334,7 +336,7 @@ def test_a_form_that_constraints_ask_for_is_had(
     """Chosen freely, it would be the other one in both tables."""
     asked = _asking(wide=HotColdParams(), small=HotColdParams(form="bags"))
     _, plan = planned_of(Towers(), curves=curves, constraints=asked, hot_rows=hot_rows)
-    forms = {name: of.form for name, of in params(plan).items()}
+    forms = {name: each.form for name, each in params(plan).items()}
     assert (forms["wide"], forms["small"]) == ("rows", "bags")
     placed = plan.plan["pooled"]["small"]  # type: ignore[index]
     assert (placed.sharding_type, len(placed.ranks)) == ("table_wise", 1)
@@ -352,7 +354,7 @@ def test_hot_rows_of_constraints_stay_where_bags_would_be_cheaper() -> None:
 def test_a_total_of_hot_rows_goes_past_tables_that_shall_take_bags() -> None:
     asked = {"b": ParameterConstraints(cache_params=HotColdParams(form="bags"))}
     _, plan = planned_of(Model(), stats=stats(), constraints=asked, hot_rows=2)
-    assert {name: (of.form, of.num_hot_rows) for name, of in params(plan).items()} == {
+    assert {name: (each.form, each.num_hot_rows) for name, each in params(plan).items()} == {
         "a": ("rows", 1),
         "b": ("bags", 0),
         "c": ("rows", 1),
@@ -386,10 +388,10 @@ ON_HOSTS = dataclasses.replace(
 
 
 def _placed_on_hosts(
-    sharder: Any = None, of: Topology | None = None, **arguments: Any
+    sharder: Any = None, topology: Topology | None = None, **arguments: Any
 ) -> tuple[HotColdPlanner, set[str]]:
-    of = of or Topology(4, "cpu", local_world_size=2)
-    planner = hot_cold_planner(of, batch_size=BATCH, **{"curves": ON_HOSTS, **arguments})
+    topology = topology or Topology(4, "cpu", local_world_size=2)
+    planner = hot_cold_planner(topology, batch_size=BATCH, **{"curves": ON_HOSTS, **arguments})
     return planner, _forms(planner.plan(Model(), [sharder or AbleSharder()]))
 
 
@@ -420,9 +422,9 @@ def test_rows_go_by_host_where_the_curves_are_of_hosts() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"of": Topology(4, "cpu", local_world_size=1)},
-        {"of": Topology(2, "cpu", local_world_size=2)},
-        {"of": Topology(5, "cpu", local_world_size=5)},
+        {"topology": Topology(4, "cpu", local_world_size=1)},
+        {"topology": Topology(2, "cpu", local_world_size=2)},
+        {"topology": Topology(5, "cpu", local_world_size=5)},
         {"curves": dataclasses.replace(SLOW, world_size=4, ranks_per_host=2)},
         {"sharder": AbleSharder(qcomm_codecs_registry=wire_codecs("fp16"))},
         {"constraints": {"a": ParameterConstraints(cache_params=HotColdParams())}},
@@ -441,7 +443,7 @@ def test_rows_go_directly_where_the_launcher_has_other_hosts(
 ) -> None:
     for num_places, form in ((4, "rows"), (2, "node_rows")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_places))
-        assert _placed_on_hosts(of=Topology(4, "cpu"))[1] == {form}
+        assert _placed_on_hosts(topology=Topology(4, "cpu"))[1] == {form}
 
 
 def _placed_in_a_launch(rank: int, world_size: int) -> list[set[str]]:
@@ -475,9 +477,21 @@ def test_rows_go_by_host_where_that_is_requested(curves: Any, hot_rows: Any) -> 
 @pytest.mark.parametrize(
     ("tables", "arguments", "told"),
     [
-        (ROWS, {"of": Topology(4, "cpu")}, "'a', .* but all ranks are on one host, by LOCAL_WORLD"),
-        (ROWS, {"of": Topology(4, "cpu", local_world_size=1)}, "but each host has one rank, by LO"),
-        (ROWS, {"of": Topology(5, "cpu", local_world_size=2)}, "not numbered host by host, 2 on"),
+        (
+            ROWS,
+            {"topology": Topology(4, "cpu")},
+            "'a', .* but all ranks are on one host, by LOCAL_WORLD",
+        ),
+        (
+            ROWS,
+            {"topology": Topology(4, "cpu", local_world_size=1)},
+            "but each host has one rank, by LO",
+        ),
+        (
+            ROWS,
+            {"topology": Topology(5, "cpu", local_world_size=2)},
+            "not numbered host by host, 2 on",
+        ),
         (
             ROWS,
             {"sharder": AbleSharder(qcomm_codecs_registry=wire_codecs("fp16"))},
@@ -491,7 +505,7 @@ def test_rows_go_by_host_where_that_is_requested(curves: Any, hot_rows: Any) -> 
 def test_rows_by_host_that_cannot_be_had_are_refused(
     tables: Any, arguments: dict[str, Any], told: str
 ) -> None:
-    curves = None if "of" in arguments else ON_HOSTS
+    curves = None if "topology" in arguments else ON_HOSTS
     with pytest.raises(PlanError, match=told):
         _placed_on_hosts(
             constraints=dict.fromkeys(tables, BY_HOST), **{"curves": curves, **arguments}
@@ -525,7 +539,7 @@ def test_tables_behind_feature_processors_take_rows_alone() -> None:
     """And only where constraints name row_wise: unasked, TorchRec does not offer it there."""
     either = dict.fromkeys(POOLING, ParameterConstraints(sharding_types=["row_wise", "table_wise"]))
     planner, plan = _processed(curves=SLOW, constraints=either, hot_rows=0)
-    assert {name: of.form for name, of in params(plan).items()} == dict.fromkeys(POOLING, "rows")
+    assert {name: one.form for name, one in params(plan).items()} == dict.fromkeys(POOLING, "rows")
     assert {fact.no_bags for fact in planner.decision.tables} == {
         "feature processors weight its lookups on the rank of the batch"
     }

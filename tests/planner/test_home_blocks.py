@@ -58,20 +58,20 @@ def test_every_row_has_one_home(data: st.DataObject, world_size: int, most_rows:
             )
         )
     homes = balance_homes(tables, world_size)
-    for cut, of in zip(homes.block_rows_TW, tables, strict=True):
+    for cut, each in zip(homes.block_rows_TW, tables, strict=True):
         assert len(cut) == world_size
         assert may_stand(cut)
-        assert sum(cut) == of.num_embeddings
-    if all(may_stand(even_blocks(of.num_embeddings, world_size)) for of in tables):
+        assert sum(cut) == each.num_embeddings
+    if all(may_stand(even_blocks(each.num_embeddings, world_size)) for each in tables):
         assert homes.max_over_mean <= homes.even_max_over_mean + 1e-9
     # the balance reported is the balance of the cuts
     loads = np.zeros(world_size)
-    for cut, of in zip(homes.block_rows_TW, tables):
-        dense = np.full(of.num_embeddings, of.spread_load / of.num_embeddings)
-        dense[of.rows_U] += of.load_U
-        gaps = np.split(np.arange(of.num_embeddings), of.rows_U)
-        for gap, load in zip(gaps, of.gap_load_U1):
-            rows_of_gap = np.setdiff1d(gap, of.rows_U)
+    for cut, each in zip(homes.block_rows_TW, tables):
+        dense = np.full(each.num_embeddings, each.spread_load / each.num_embeddings)
+        dense[each.rows_U] += each.load_U
+        gaps = np.split(np.arange(each.num_embeddings), each.rows_U)
+        for gap, load in zip(gaps, each.gap_load_U1):
+            rows_of_gap = np.setdiff1d(gap, each.rows_U)
             dense[rows_of_gap] += load / max(1, rows_of_gap.size)
         loads += [part.sum() for part in np.split(dense, np.cumsum(cut)[:-1])]
     if loads.sum() > 1e-6:

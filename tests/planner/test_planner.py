@@ -277,8 +277,8 @@ def test_a_plan_that_does_not_fit_gives_way_to_torchrecs_proposers(
     assert planner._num_proposals > 1
     with_room = hot_cold_planner(topology(), **asked)  # type: ignore[arg-type]
     placed = with_room.plan(Model(), [AbleSharder()]).plan["pooled"]
-    assert {of.sharding_type for of in placed.values()} == {"table_wise"}  # type: ignore[attr-defined]
-    warned = [of for of in caplog.records if "does not fit into memory" in of.getMessage()]
+    assert {each.sharding_type for each in placed.values()} == {"table_wise"}  # type: ignore[attr-defined]
+    warned = [each for each in caplog.records if "does not fit into memory" in each.getMessage()]
     assert [(w.name, w.levelno) for w in warned] == [("torchrec_picasso.planner", logging.WARNING)]
 
 
@@ -292,7 +292,7 @@ def test_tables_that_are_not_named_take_what_torchrec_rates_fastest() -> None:
     greedy.load(space)
     first = {option.name: option.sharding_type for option in greedy.propose() or []}
     placed = plan.plan["pooled"].items()  # type: ignore[attr-defined]
-    assert {name: of.sharding_type for name, of in placed} == first
+    assert {name: each.sharding_type for name, each in placed} == first
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -321,7 +321,7 @@ def test_waves_are_about_equal_and_small_packs_stay_whole(tables: Volumes, num_w
     fair = sum(elements for _, elements in tables) / num_waves
     largest_unit = max((elements for _, elements in tables), default=0.0)
     for pack in {pack for pack, _ in tables}:
-        places = [i for i, (of, _) in enumerate(tables) if of == pack]
+        places = [i for i, (each, _) in enumerate(tables) if each == pack]
         if (whole := sum(tables[i][1] for i in places)) <= fair:
             assert len({waves[i] for i in places}) == 1
             largest_unit = max(largest_unit, whole)
@@ -369,7 +369,7 @@ def test_every_module_has_waves_of_its_own() -> None:
         hot_rows=0,
         num_waves=2,
     )
-    assert [of.wave for of in decision.placements if of] == [0, 1, 0, 1]
+    assert [each.wave for each in decision.placements if each] == [0, 1, 0, 1]
 
 
 def test_tables_that_share_a_name_have_waves_too() -> None:
@@ -406,9 +406,9 @@ def _collection() -> EmbeddingBagCollection:
     return collection
 
 
-def _planner(world_size: int, **of: Any) -> Any:
+def _planner(world_size: int, **options: Any) -> Any:
     topology = Topology(world_size=world_size, compute_device="cpu")
-    return hot_cold_planner(topology, hot_rows=None, batch_size=8, debug=False, **of)
+    return hot_cold_planner(topology, hot_rows=None, batch_size=8, debug=False, **options)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])

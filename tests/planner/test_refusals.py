@@ -156,8 +156,10 @@ def _num_hot(plan: ShardingPlan) -> dict[str, int | None]:
     """Hot rows by table; None for stock."""
     placed = plan.plan["ebc"].items()  # type: ignore[attr-defined]
     return {
-        name: of.cache_params.num_hot_rows if isinstance(of.cache_params, HotColdParams) else None
-        for name, of in placed
+        name: each.cache_params.num_hot_rows
+        if isinstance(each.cache_params, HotColdParams)
+        else None
+        for name, each in placed
     }
 
 

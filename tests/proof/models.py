@@ -101,7 +101,7 @@ def proved(head: nn.Module) -> tuple[Model, Guard, Batch]:
 
 
 def prove_head(head: nn.Module, losses: str = "mean") -> Proof:
-    """What comes of a head on some batch; no random number is drawn."""
+    """Returns what comes of a head on some batch; no random number is drawn."""
     model, batch = Model(head), make_batch()
     given = given_tables(model, batch.sparse_features)
     state, numbers, drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
@@ -138,14 +138,14 @@ def _rows(ids: JaggedTensor, dim: int) -> JaggedTensor:
     return JaggedTensor(values=values_ND, lengths=ids.lengths())
 
 
-def _of(given: _Give, features: Any) -> Any:
+def _output_of(given: _Give, features: Any) -> Any:
     if given.take is not None:
         given.take([features.values(), features.lengths()])
     return given._output
 
 
 # the proof takes it for a library's function, as the forward that the pipeline sets is
-_OF = FunctionType(_of.__code__, {"__name__": "torch"})
+_OF = FunctionType(_output_of.__code__, {"__name__": "torch"})
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def _output(module: Any, kjt: KeyedJaggedTensor) -> Any:
     if isinstance(module, EmbeddingCollection):
         jagged = kjt.to_dict()
         configs = module.embedding_configs()
-        dims = {name: of.embedding_dim for of in configs for name in of.feature_names}
+        dims = {name: item.embedding_dim for item in configs for name in item.feature_names}
         return {name: _rows(jagged[name], dim) for name, dim in dims.items()}
     pairs = [(f, c.embedding_dim) for c in module.embedding_bag_configs() for f in c.feature_names]
     names, dims = zip(*pairs)
@@ -187,14 +187,14 @@ def assert_cut_is_whole(
 def _run(
     model: nn.Module, batch: Any, given: Sequence[Given], sizes_K: Sequence[int], losses: str
 ) -> list[Tensor]:
-    leaves = [*model.parameters(), *(leaf for of in given for leaf in _values(of.output))]
+    leaves = [*model.parameters(), *(leaf for item in given for leaf in _values(item.output))]
     leaves = [leaf for leaf in leaves if leaf.requires_grad and not leaf.is_meta]
     parts_K = split_batch(batch, sizes_K)
-    outputs_K = [split_batch(of.output, sizes_K) for of in given]
+    outputs_K = [split_batch(item.output, sizes_K) for item in given]
     total, outputs = torch.zeros(()), []
     for index, size in enumerate(sizes_K):
-        for of, parts in zip(given, outputs_K):
-            of.give(parts[index])
+        for item, parts in zip(given, outputs_K):
+            item.give(parts[index])
         loss, output = model(parts_K[index])
         share = size / sum(sizes_K) if losses == "mean" else 1.0
         total = total + share * loss.sum(dim=0)

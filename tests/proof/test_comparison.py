@@ -1,4 +1,4 @@
-"""What counts as a difference: more than rounding and a kink, for one sample or for all.
+"""Differences that count: more than rounding and a kink, for one sample or for all.
 
 Random layers give their means, whichever way they draw; what cannot is named.
 """

@@ -29,7 +29,7 @@ def _by_kept_mean(head: models.Head, logits: Tensor, batch: Batch) -> Tensor:
     return (logits * kept[0]).mean()
 
 
-def _of_two_features(batch: Batch) -> JaggedTensor:
+def _two_features(batch: Batch) -> JaggedTensor:
     f, g = (batch.sparse_features[name] for name in ("f", "g"))
     return JaggedTensor(f.values().float(), lengths=g.lengths())
 
@@ -165,7 +165,7 @@ SHARED_REASONS: dict[str, dict[str, Loss]] = {
     },
 }
 UNPROVED: dict[str, tuple[Loss, str]] = {
-    **{name: (loss, words) for words, of in SHARED_REASONS.items() for name, loss in of.items()},
+    **{name: (loss, words) for words, one in SHARED_REASONS.items() for name, loss in one.items()},
     "in-batch softmax": (
         lambda head, out, batch: functional.cross_entropy(
             out[:, None] * out[None, :], torch.arange(out.shape[0])
@@ -226,7 +226,7 @@ UNPROVED: dict[str, tuple[Loss, str]] = {
     ),
     "mean in a view": (_by_kept_mean, "writes a mean over samples into a view of what is the same"),
     "lengths of another feature": (
-        lambda head, out, batch: out.mean() + _of_two_features(batch).to_padded_dense(3).mean(),
+        lambda head, out, batch: out.mean() + _two_features(batch).to_padded_dense(3).mean(),
         "for equally many, which they may not be",
     ),
     "permuted": (lambda head, out, batch: out[torch.randperm(out.shape[0])].mean(), "random"),
@@ -269,11 +269,13 @@ def test_ratios() -> None:
     def ratio(head: models.Head, out: Tensor, batch: Batch) -> Any:
         return (out * batch.labels).sum(), batch.labels.sum()
 
-    def of_mean(head: models.Head, out: Tensor, batch: Batch) -> Any:
+    def mean_loss(head: models.Head, out: Tensor, batch: Batch) -> Any:
         return (out * batch.labels).sum(), batch.labels.mean()
 
     assert models.prove_head(models.with_loss(ratio)(), losses="ratio").reason is None
-    assert "not a sum" in str(models.prove_head(models.with_loss(of_mean)(), losses="ratio").reason)
+    assert "not a sum" in str(
+        models.prove_head(models.with_loss(mean_loss)(), losses="ratio").reason
+    )
     assert "not two sums" in str(models.prove_head(models.Head(), losses="ratio").reason)
 
 

@@ -67,7 +67,7 @@ def _crossed(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return _with_ids(features, (ids * 2654435761 ^ ids.flip(0)) % 40)
 
 
-def _of_lengths(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+def _by_lengths(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """An id for each sample: the mean number of its lookups, over the batch."""
     lengths = features.lengths()
     return KeyedJaggedTensor(features.keys(), lengths // lengths.sum(), lengths=lengths.clamp(1, 1))
@@ -77,7 +77,7 @@ PROVED: dict[str, Make] = {
     "merged": lambda features: (_merged(features), 1.0),
     "crossed": lambda features: (_crossed(features), 1.0),
     "largest": lambda f: (_with_ids(f, f.values() % f.values().max()), 1.0),
-    "of lengths": lambda features: (_of_lengths(features), 1.0),
+    "of lengths": lambda features: (_by_lengths(features), 1.0),
 }
 
 

@@ -1,4 +1,4 @@
-"""What a model does beside its operators: state, globals, clocks, hooks, outputs.
+"""Effects of a model beside its operators: state, globals, clocks, hooks, outputs.
 
 Each head does one thing that K forwards in a step do K times, or in another way. State and changes
 that are hard to see follow; each attack has a twin that is proved."""
@@ -168,7 +168,7 @@ def _hooked(head: Head, out: Tensor, batch: Batch) -> Tensor:
 
 
 def _saves_elsewhere(head: Head, out: Tensor, batch: Batch) -> Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(lambda of: of, lambda of: of):
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
         return (out**2).mean()
 
 
@@ -656,11 +656,11 @@ def _replaced(head: Any, out: Tensor, batch: Batch) -> Tensor:
     return out.mean() * head.state.step
 
 
-def _of_tuple(head: Any, out: Tensor, batch: Batch) -> Tensor:
+def _from_tuple(head: Any, out: Tensor, batch: Batch) -> Tensor:
     return out.mean() * head.pair.tick() if isinstance(head.pair, _Pair) else out.mean()
 
 
-def _of_number(head: Any, out: Tensor, batch: Batch) -> Tensor:
+def _from_number(head: Any, out: Tensor, batch: Batch) -> Tensor:
     return out.mean() * head.number.tick() if isinstance(head.number, _Number) else out.mean()
 
 
@@ -719,8 +719,8 @@ _WRITES: dict[str, tuple[Callable[[Any], Any], str]] = {
 _STATES = {
     **{name: (doing(act), f"writes {what}") for name, (act, what) in _WRITES.items()},
     "a field that is not compared": (_replaced, "writes head.state"),
-    "an attribute of a tuple": (_of_tuple, "writes head.pair.num_calls"),
-    "an attribute of a number": (_of_number, "writes head.number.num_calls"),
+    "an attribute of a tuple": (_from_tuple, "writes head.pair.num_calls"),
+    "an attribute of a number": (_from_number, "writes head.number.num_calls"),
     "a finalizer": (
         lambda head, out, batch: (weakref.finalize(out, head.freed.append, 1), out.mean())[1],
         "after the forward",
@@ -773,14 +773,14 @@ def test_state_on_a_module_that_does_not_run_is_seen(name: str) -> None:
     assert proof.guard.changed(batch) is None
 
 
-def _of_text(text: Callable[[Any], str]) -> type[Head]:
+def _by_text(text: Callable[[Any], str]) -> type[Head]:
     return with_loss(lambda head, out, batch: out.mean() * {"64": 2.0}.get(text(out.shape[0]), 1.0))
 
 
 @pytest.mark.parametrize("text", [str, repr, lambda size: f"{size}", lambda size: str((size,))])
 def test_a_text_of_the_size_is_a_branch(text: Callable[[Any], str]) -> None:
-    assert "a text of it" in str(prove_head(_of_text(text)()).reason)
-    assert prove_head(_of_text(lambda size: "64")()).reason is None
+    assert "a text of it" in str(prove_head(_by_text(text)()).reason)
+    assert prove_head(_by_text(lambda size: "64")()).reason is None
 
 
 def _takes(batch: dict[str, Any]) -> Batch:

@@ -56,7 +56,7 @@ def _reshape(draw: Random, tensors: Sequence[Tensor]) -> Call:
     )[way]
 
 
-def _of_dim(*calls: Callable[[Tensor, int], Any]) -> Make:
+def _with_dim(*calls: Callable[[Tensor, int], Any]) -> Make:
     def make(draw: Random, tensors: Sequence[Tensor]) -> Call:
         call, d = draw.choice(calls), _dim(draw, tensors[0])
         return wraps(call)(lambda *given: call(*given, d))
@@ -64,7 +64,7 @@ def _of_dim(*calls: Callable[[Tensor, int], Any]) -> Make:
     return make
 
 
-def _of_dims(*calls: Callable[[Tensor, int, int], Any]) -> Make:
+def _with_dims(*calls: Callable[[Tensor, int, int], Any]) -> Make:
     def make(draw: Random, tensors: Sequence[Tensor]) -> Call:
         call, d, e = draw.choice(calls), _dim(draw, tensors[0]), _dim(draw, tensors[0])
         return wraps(call)(lambda a: call(a, d, e))
@@ -157,7 +157,7 @@ ONE: list[Make] = [
             """,
         ),
     ),
-    _of_dim(
+    _with_dim(
         *_methods("sum mean softmax log_softmax cumsum amax flip unsqueeze squeeze cumprod"),
         *_named(functional, "softmin"),
         *_calls(
@@ -187,7 +187,7 @@ ONE: list[Make] = [
             """,
         ),
     ),
-    _of_dims(
+    _with_dims(
         *_methods("transpose movedim flip"),
         *_calls(
             "a, d, e",
@@ -236,7 +236,7 @@ TWO: list[Make] = [
             """,
         ),
     ),
-    _of_dim(
+    _with_dim(
         *_calls(
             "a, b, d",
             """
@@ -334,13 +334,13 @@ class Program:
         for name in ("x", "steps", "y", "class"):
             self._add([realm[name].clone() for realm in realms], name)
         with self._following():
-            fakes = [of["ids"].to_dict() for of in realms[:1]]
-        jagged = [*fakes, *(of["ids"].to_dict() for of in realms[1:])]
+            fakes = [each["ids"].to_dict() for each in realms[:1]]
+        jagged = [*fakes, *(each["ids"].to_dict() for each in realms[1:])]
         for feature in FEATURES:
-            self._add([of[feature].lengths() for of in jagged], f"lengths {feature}")
-            self._add([of[feature].values() for of in jagged], f"ids {feature}")
-        self._add([of["ids"].lengths() for of in realms], "lengths")
-        self._add([of["ids"].values() for of in realms], "ids")
+            self._add([each[feature].lengths() for each in jagged], f"lengths {feature}")
+            self._add([each[feature].values() for each in jagged], f"ids {feature}")
+        self._add([each["ids"].lengths() for each in realms], "lengths")
+        self._add([each["ids"].values() for each in realms], "ids")
         constants = {
             "matrix": torch.randn(DIM, DIM),
             "vector": torch.randn(DIM),
@@ -362,14 +362,14 @@ class Program:
         self._variables.append(_Variable(fake, whole, parts_K, words))
 
     def call(self) -> str | None:
-        """What one more call shows to be wrong with the rules; ``None`` = nothing."""
+        """Returns what one more call shows to be wrong with the rules; ``None`` = nothing."""
         draw = self._draw
         makes, num = draw.choices([(ONE, 1), (TWO, 2), (WRITING, 2)], [5, 5, 1])[0]
         given = [draw.choice(self._variables) for _ in range(num)]
-        call = draw.choice(makes)(draw, [of.fake for of in given])
-        words = f"{call.__name__} of ({', '.join(of.words for of in given)})"
+        call = draw.choice(makes)(draw, [each.fake for each in given])
+        words = f"{call.__name__} of ({', '.join(each.words for each in given)})"
         try:
-            call(*(of.whole.clone() for of in given))
+            call(*(each.whole.clone() for each in given))
         except Exception:
             return None  # nothing that one can do
         sizes = self._sizes
@@ -377,7 +377,7 @@ class Program:
         facts = self._facts(given)
         try:
             with self._following():
-                fake = call(*(of.fake for of in given))
+                fake = call(*(each.fake for each in given))
                 self._follower.value_of(fake)
             is_known = not (sizes.assumption() or sizes.complaint())
         except Exception:
@@ -388,11 +388,11 @@ class Program:
                 raise _EndOfProgramError
             return None
         try:
-            whole = call(*(of.whole for of in given))
+            whole = call(*(each.whole for each in given))
         except Exception:
             raise _EndOfProgramError from None  # it writes where memory overlaps
         try:
-            parts_K = [call(*(of.parts_K[k] for of in given)) for k in range(len(SIZES_K))]
+            parts_K = [call(*(each.parts_K[k] for each in given)) for k in range(len(SIZES_K))]
         except Exception as error:
             if self._follower.value_of(fake).kind is Kind.INPUT:
                 return None  # what tables get is made of all parts before one is trained
@@ -400,36 +400,38 @@ class Program:
         self.num_calls += 1
         self._add([fake, whole, *parts_K], words)
         if makes is WRITING:
-            found = [self._check(of) for of in self._variables]
-            return next((f"{words} leaves {of}" for of in found if of), None)
+            found = [self._check(each) for each in self._variables]
+            return next((f"{words} leaves {each}" for each in found if each), None)
         found = self._check(self._variables[-1])
         if whole.numel() > 2000:
             self._variables.pop()
         return found
 
     def _facts(self, given: Sequence[_Variable]) -> Any:
-        """What a call that is refused may have changed all the same."""
-        sizes, shapes = self._sizes, [str(of.fake.shape) for of in given]
+        """Returns what a call that is refused may have changed all the same."""
+        sizes, shapes = self._sizes, [str(each.fake.shape) for each in given]
         return shapes, len(sizes.env.replacements), len(sizes._same_as)
 
-    def _check(self, of: _Variable) -> str | None:
+    def _check(self, variable: _Variable) -> str | None:
         try:
-            value = self._follower.value_of(of.fake)
+            value = self._follower.value_of(variable.fake)
         except UnprovedError:
             return None
-        expected = self._joined(of, value)
-        if expected is None or _are_close(expected, of.whole):
+        expected = self._joined(variable, value)
+        if expected is None or _are_close(expected, variable.whole):
             return None
-        return f"{of.words}: {value}, but whole {of.whole} and joined {expected}"
+        return f"{variable.words}: {value}, but whole {variable.whole} and joined {expected}"
 
-    def _joined(self, of: _Variable, value: Value) -> Tensor | None:
+    def _joined(self, variable: _Variable, value: Value) -> Tensor | None:
         """The whole's entries as its parts give them."""
         if value.kind is Kind.SAME:
-            return next((p for p in of.parts_K if not _are_close(p, of.whole)), of.whole)
+            return next(
+                (p for p in variable.parts_K if not _are_close(p, variable.whole)), variable.whole
+            )
         if value.kind is Kind.SUM:
-            return torch.stack([part.double() for part in of.parts_K]).sum(0)
+            return torch.stack([part.double() for part in variable.parts_K]).sum(0)
         if value.kind is Kind.MEAN:
-            terms = [part * n / sum(SIZES_K) for part, n in zip(of.parts_K, SIZES_K)]
+            terms = [part * n / sum(SIZES_K) for part, n in zip(variable.parts_K, SIZES_K)]
             return torch.stack(terms).sum(0)
         if value.kind is not Kind.ROWS:
             return None
@@ -438,8 +440,8 @@ class Program:
         if value.counted:
             counts = self._rows_K[value.counted]
             starts = [sum(counts[:k]) for k in range(len(counts))]
-        for part, rows, start in zip(of.parts_K, rows_K, starts):
-            inner = self._sizes.inner(of.fake, value)
+        for part, rows, start in zip(variable.parts_K, rows_K, starts):
+            inner = self._sizes.inner(variable.fake, value)
             if part.shape[value.dim] != value.outer * rows * inner:
                 return torch.full((), torch.nan)
             found = part.unflatten(value.dim, (value.outer, rows, inner))

@@ -94,7 +94,7 @@ def unknown_options(module: str, words: Iterable[str]) -> list[str]:
 
 @cache
 def _help_of(module: str) -> str:
-    """What a module prints for ``--help``, in this process: imports take seconds."""
+    """Returns what a module prints for ``--help``, in this process: imports take seconds."""
     with (
         mock.patch.object(sys, "argv", [module, "--help"]),
         contextlib.redirect_stdout(io.StringIO()) as out,

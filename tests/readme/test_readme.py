@@ -262,7 +262,7 @@ def test_python_runs(page: str, tmp_path: Path) -> None:
         _run(_as_python([*ranks, str(file)]), tmp_path)
     if together:
         names = run_ranks(_exec, 2, page, together, str(tmp_path), timeout_s=TIMEOUT_S)
-        assert all("model" in of_rank for of_rank in names)
+        assert all("model" in on_rank for on_rank in names)
 
 
 def _exec(rank: int, world_size: int, page: str, blocks: list[Block], folder: str) -> list[str]:

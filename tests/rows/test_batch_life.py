@@ -32,15 +32,15 @@ def batches(draw: st.DrawFn, world_size: int, num_parts: int) -> list[list[tuple
     rows_F = [t.num_embeddings for t in worlds.TABLES[world_size] for _ in t.feature_names]
     steps = []
     for _ in range(NUM_STEPS):
-        of_ranks = []
+        by_rank = []
         for _ in range(world_size):
             sizes_K = draw(st.lists(st.integers(0, 2), min_size=num_parts, max_size=num_parts))
             bags = [
                 [draw(st.lists(st.integers(0, rows - 1), max_size=3)) for _ in range(sum(sizes_K))]
                 for rows in rows_F
             ]
-            of_ranks.append((bags, sizes_K))
-        steps.append(of_ranks)
+            by_rank.append((bags, sizes_K))
+        steps.append(by_rank)
     return steps
 
 
@@ -48,10 +48,10 @@ def _everywhere(values: Sequence[Any], what: Callable[..., Any], *args: Any) -> 
     return [what(value, *args) for value in values]
 
 
-def _request(world: worlds.World, of_ranks: Sequence[tuple[Bags, list[int]]]) -> list[RowRequest]:
+def _request(world: worlds.World, by_rank: Sequence[tuple[Bags, list[int]]]) -> list[RowRequest]:
     requests = [
         RowRequest(group, [worlds.features_of(world, bags)], sizes_K)
-        for group, (bags, sizes_K) in zip(world.groups, of_ranks)
+        for group, (bags, sizes_K) in zip(world.groups, by_rank)
     ]
     assert all(_everywhere(requests, RowRequest.send_row_numbers))
     _everywhere(requests, RowRequest.receive_row_numbers)
@@ -74,14 +74,14 @@ def _grads_of(rows: BatchRows, part: int) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _expected_step(
-    world: worlds.World, tables: list[Tensor], of_ranks: Sequence[tuple[Bags, list[int]]]
+    world: worlds.World, tables: list[Tensor], by_rank: Sequence[tuple[Bags, list[int]]]
 ) -> tuple[list[list[list[Tensor]]], list[Tensor]]:
-    """What every part pools, by rank, and the tables after the step."""
+    """Returns what every part pools, by rank, and the tables after the step."""
     moved = [table.clone() for table in tables]
     features = [(i, t.dim) for i, t in enumerate(world.tables) for _ in t.feature_names]
     plan = world.groups[0].plan
     pooled_of_ranks = []
-    for bags, sizes_K in of_ranks:
+    for bags, sizes_K in by_rank:
         pooled_K, first_sample = [], 0
         for part, size in enumerate(sizes_K):
             pooled_M, first = [], 0
@@ -97,7 +97,7 @@ def _expected_step(
                 upstream = _upstream(100 * part + matrix, len(bags_S), dim)
                 for (t, rows), grad in zip(bags_S, upstream):
                     for row in rows:
-                        moved[t][row] -= worlds.LEARNING_RATE * grad / len(of_ranks)
+                        moved[t][row] -= worlds.LEARNING_RATE * grad / len(by_rank)
                 first += num_features
             pooled_K.append(pooled_M)
             first_sample += size
@@ -115,8 +115,8 @@ def _train(
     tables = worlds.whole_tables(world)
     waves = list(range(len(world.groups[0].plan.waves))) if in_waves else [None]
     before: list[RowRequest] | None = None
-    for of_ranks in steps:
-        requests = _request(world, of_ranks)
+    for by_rank in steps:
+        requests = _request(world, by_rank)
         if lookahead and before is not None:
             for request, earlier in zip(requests, before):
                 request.send_dirty_mask(earlier)
@@ -130,21 +130,21 @@ def _train(
         for chunk in range(1, num_parts):
             _everywhere(rows_W, BatchRows.fetch_dirty, chunk)
         _fill_and_read_hot(world, rows_W)
-        pooled_of_ranks, tables = _expected_step(world, tables, of_ranks)
+        pooled_of_ranks, tables = _expected_step(world, tables, by_rank)
         gradients = [BatchGradients(group, layout) for group, layout in zip(world.groups, layouts)]
         found = [[_grads_of(rows, part) for part in range(num_parts)] for rows in rows_W]
         for pooled_K, expected_K in zip(found, pooled_of_ranks):
             for (pooled_M, _), expected_M in zip(pooled_K, expected_K):
                 torch.testing.assert_close(pooled_M, expected_M)
         for part in reversed(range(num_parts)):
-            for of_batch, grads_K in zip(gradients, found):
-                of_batch.add(part, grads_K[part][1])
+            for summed, grads_K in zip(gradients, found):
+                summed.add(part, grads_K[part][1])
             for wave in waves if part == 0 else [None]:
                 _everywhere(gradients, partial(BatchGradients.send, chunk=part, wave=wave))
         for wave in waves:
             _everywhere(gradients, BatchGradients.reduce_hot, wave)
         for wave in waves:
-            updated = [update_rows(g, [of], wave) for g, of in zip(world.groups, gradients)]
+            updated = [update_rows(g, [each], wave) for g, each in zip(world.groups, gradients)]
             assert updated == [wave == waves[-1]] * len(updated)
         _everywhere(rows_W, BatchRows.release)
         torch.testing.assert_close(worlds.whole_tables(world), tables)

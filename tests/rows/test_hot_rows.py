@@ -1,4 +1,4 @@
-"""Which rows enter a hot set and which leave it."""
+"""Rows that enter a hot set, and rows that leave it."""
 
 import pytest
 import torch

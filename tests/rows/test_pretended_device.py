@@ -85,8 +85,8 @@ def features_on(
     end = 1 if step == 3 else 4
     lengths = torch.randint(end, (len(keys), num_samples), generator=generator, dtype=torch.int32)
     values = [
-        torch.randint(table.num_embeddings, (int(of_feature.sum()),), generator=generator)
-        for table, of_feature in zip(
+        torch.randint(table.num_embeddings, (int(bags_S.sum()),), generator=generator)
+        for table, bags_S in zip(
             [table for table in world.tables for _ in table.feature_names], lengths
         )
     ]
@@ -137,8 +137,8 @@ class Trained:
         self._each(BatchRows.read_hot, rows_W)
         gradients = self._each(BatchGradients, groups, layouts)
         found_KW = [self._each(partial(_forward_and_backward, k), rows_W) for k in chunks]
-        self.pooled += [[on_host(own).clone() for own in of_W[0][0]] for of_W in found_KW]
-        self.grads_of_weights += [[on_host(own) for own in of_W[0][2]] for of_W in found_KW]
+        self.pooled += [[on_host(own).clone() for own in by_home[0][0]] for by_home in found_KW]
+        self.grads_of_weights += [[on_host(own) for own in by_home[0][2]] for by_home in found_KW]
         for k in reversed(chunks):
             grads_W = [grads_M for _, grads_M, _ in found_KW[k]]
             self._each(BatchGradients.add, gradients, [k] * len(groups), grads_W)
@@ -157,7 +157,7 @@ class Trained:
 
 
 def _forward_and_backward(part: int, rows: BatchRows) -> tuple[list[Tensor], ...]:
-    """What is pooled, the gradients of rows and those of weights."""
+    """Returns what is pooled, the gradients of rows and those of weights."""
     given = rows.acquire(part, lambda _: None)
     pooled, grads, grads_of_weights = [], [], []
     for matrix, pooling, scales_N in zip(given.arrive(), given.pooling_M, given.scales_M):

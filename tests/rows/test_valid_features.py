@@ -95,13 +95,13 @@ def test_on_a_device_the_header_tells_what_a_reorder_hides(change: int) -> None:
     requests = []
     for rank, group in enumerate(map(on_device, world.groups)):
         with in_place_of_the_device(), PretendedDevice() as device:
-            of_rank = KeyedJaggedTensor(
+            on_rank = KeyedJaggedTensor(
                 keys=[given.keys()[ORDER.index(place)] for place in range(len(ORDER))],
                 values=on_device(given.values()),
                 lengths=on_device(lengths if rank == 0 else given.lengths()),
                 stride=2,
             )
-            validated = valid_features(of_rank)
+            validated = valid_features(on_rank)
             assert not device.syncs
             ordered = validated.permute(ORDER, on_device(torch.tensor(ORDER, dtype=torch.int32)))
             assert form_error(ordered) is None  # what nobody would see any more

@@ -159,8 +159,12 @@ def features_of(
     """One rank's features; bags by feature and sample."""
     return KeyedJaggedTensor(
         keys=[f for table in world.tables for f in table.feature_names],
-        values=torch.tensor([i for of_f in bags for bag in of_f for i in bag], dtype=torch.int64),
-        lengths=torch.tensor([len(bag) for of_f in bags for bag in of_f], dtype=torch.int32),
+        values=torch.tensor(
+            [i for lengths_f in bags for bag in lengths_f for i in bag], dtype=torch.int64
+        ),
+        lengths=torch.tensor(
+            [len(bag) for lengths_f in bags for bag in lengths_f], dtype=torch.int32
+        ),
         weights=None if weights is None else torch.tensor(weights),
         stride=len(bags[0]),
     )

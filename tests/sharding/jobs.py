@@ -237,7 +237,7 @@ def shard(
         for name, weight in module.named_parameters():
             kwargs = {**job.optimizer_kwargs, **job.kwargs_of_table.get(name.split(".")[-2], {})}
             apply_optimizer_in_backward(OPTIMIZERS[job.optimizer], [weight], kwargs)
-        ways = {of.name: way_of(places[of.name], i % world_size) for i, of in enumerate(tables)}
+        ways = {one.name: way_of(places[one.name], i % world_size) for i, one in enumerate(tables)}
         own = {name: hot_cold[name] for name in ways if name in hot_cold}
         plans[path] = plan = place(module, sharders[kind], ways, own, pg)
         for table in tables:

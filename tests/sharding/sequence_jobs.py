@@ -35,7 +35,7 @@ Driver = Callable[[DistributedModelParallel, list[Batch]], list[Tensor]]
 class SequenceJob(Job):
     """One training run; per-sample weights of a batch are ignored by sequences."""
 
-    tables: tuple[Table, ...] = tuple(table for of in TABLES_OF.values() for table in of)
+    tables: tuple[Table, ...] = tuple(table for each in TABLES_OF.values() for table in each)
     optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.1, "eps": 1e-2})
     num_steps: int = 5
     need_indices: bool = False

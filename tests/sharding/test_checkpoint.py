@@ -146,7 +146,7 @@ class TinyModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        tables = [replace(of, dim=4) if of.rows % 2 else of for of in tables_of(ROWS, 8)]
+        tables = [replace(each, dim=4) if each.rows % 2 else each for each in tables_of(ROWS, 8)]
         self.ebc = bags_of(tables)
         for name, rows in ROWS.items():
             kind = torchrec.optim.RowWiseAdagrad if rows % 3 else torch.optim.Adagrad

@@ -151,7 +151,7 @@ def _trained(world_size: int, variant: str, placement: str) -> list[Result]:
 @pytest.mark.parametrize(("world_size", "placement", "variant"), _cases(OURS))
 def test_equals_stock_table_wise(world_size: int, placement: str, variant: str) -> None:
     stock = _trained(world_size, variant, "table_wise")
-    assert all(math.isfinite(loss) for of_rank in stock for loss in of_rank.losses)
+    assert all(math.isfinite(loss) for on_rank in stock for loss in on_rank.losses)
     assert_same_results(_trained(world_size, variant, placement), stock)
 
 
@@ -186,7 +186,7 @@ def _packs(rank: int, world_size: int) -> list[list[tuple[list[str], str]]]:
     for name in ("one memory", "two memories"):
         (lookup,) = build(MORE_JOBS[name], rank, world_size).module.ebc._lookups
         tables = [kernel.config.embedding_tables for kernel in lookup._emb_modules]
-        found.append([([t.name for t in of], of[0].compute_kernel.value) for of in tables])
+        found.append([([t.name for t in each], each[0].compute_kernel.value) for each in tables])
     return found
 
 
@@ -215,7 +215,7 @@ def _more(rank: int, world_size: int) -> dict[str, Result]:
     return run_jobs(rank, world_size, MORE_JOBS)
 
 
-def _of_more(name: str) -> list[Result]:
+def _results_of_more(name: str) -> list[Result]:
     return [found[name] for found in run_once(_more, 2)]
 
 
@@ -223,13 +223,13 @@ def test_tables_of_two_memories_share_no_pack_and_train_alike() -> None:
     ((one, two),) = run_ranks(_packs, 1, timeout_s=60)
     assert one == [(["a", "b", "c"], "fused")]
     assert two == [(["a", "c"], "fused"), (["b"], "fused_uvm")]
-    assert_same_results(_of_more("two memories"), _of_more("one memory"))
+    assert_same_results(_results_of_more("two memories"), _results_of_more("one memory"))
 
 
 @pytest.mark.parametrize("wire", ["fp16", "bf16"])
 @pytest.mark.parametrize("what", ["rows", "bags"])
 def test_wire_precision(what: str, wire: str) -> None:
-    exact, rounded = _of_more(f"{what}, None"), _of_more(f"{what}, {wire}")
+    exact, rounded = _results_of_more(f"{what}, None"), _results_of_more(f"{what}, {wire}")
     assert rounded[0].losses != exact[0].losses
     assert rounded[1].losses != exact[1].losses
     assert_same_results(rounded, exact, WIRE_RTOL, WIRE_ATOL)
@@ -249,7 +249,7 @@ STEPLESS: dict[str, Job] = {
 
 
 def _steps_counted(rank: int, world_size: int) -> dict[str, set[int]]:
-    """What the kernels of every job count as steps, for the bias correction of Adam's like."""
+    """Returns what the kernels of every job count as steps, for the bias correction of Adam."""
     counted = {}
     for name, job in STEPLESS.items():
         model = build(job, rank, world_size)

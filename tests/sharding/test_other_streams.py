@@ -89,7 +89,7 @@ def _run(rank: int, world_size: int) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_lookup_beside_backward_does_not_race(name: str) -> None:
-    assert [of_rank[name] for of_rank in run_once(_run, 2)] == [set(), set()]
+    assert [on_rank[name] for on_rank in run_once(_run, 2)] == [set(), set()]
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,6 @@ def test_a_lookup_beside_backward_does_not_race(name: str) -> None:
     ],
 )
 def test_a_careless_lookup_is_found(name: str, races: list[str]) -> None:
-    for of_rank in run_once(_run, 2):
+    for on_rank in run_once(_run, 2):
         for race in races:
-            assert any(race in found for found in of_rank[name]), of_rank[name]
+            assert any(race in found for found in on_rank[name]), on_rank[name]

@@ -108,8 +108,8 @@ DRIVERS_OF = {
 """By number of ranks and job."""
 CASES = [
     (world_size, name, driver)
-    for world_size, of_jobs in DRIVERS_OF.items()
-    for name, drivers in of_jobs.items()
+    for world_size, by_job in DRIVERS_OF.items()
+    for name, drivers in by_job.items()
     for driver in drivers
 ]
 
@@ -131,7 +131,7 @@ def _run(rank: int, world_size: int) -> dict[Any, Result]:
 @pytest.mark.parametrize(("world_size", "name", "driver"), CASES)
 def test_sequences_train_as_stock(world_size: int, name: str, driver: str) -> None:
     ours, stock = (
-        [found[name, of] for found in run_once(_run, world_size)] for of in (driver, "stock")
+        [found[name, each] for found in run_once(_run, world_size)] for each in (driver, "stock")
     )
     assert len(stock[0].losses) == JOBS[name].num_steps
     assert bool(ours[0].replicas) == (name != "no_hot")

@@ -55,7 +55,7 @@ def _train_rows(tables: RowTables, dim: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("dim", [4, 16, 100, 256])
 def test_rows_are_updated_as_by_fbgemm(dim: int) -> None:
-    ours, its = (_train_rows(_tables(dim, NUM_HOT, of), dim) for of in (False, True))
+    ours, its = (_train_rows(_tables(dim, NUM_HOT, each), dim) for each in (False, True))
     torch.testing.assert_close(ours, its, rtol=2e-6, atol=2e-6)
     assert int(ours[-1]) == STEPS
 
@@ -79,7 +79,7 @@ def _train_bags(tables: RowTables, dim: int, weighted: bool) -> list[Tensor]:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dim", [4, 64])
 def test_bags_are_updated_as_by_fbgemm(dim: int, weighted: bool) -> None:
-    ours, its = (_train_bags(_tables(dim, 0, of), dim, weighted) for of in (False, True))
+    ours, its = (_train_bags(_tables(dim, 0, each), dim, weighted) for each in (False, True))
     torch.testing.assert_close(ours, its, rtol=2e-6, atol=2e-6)
     assert int(ours[-1]) == STEPS + 1
 
@@ -104,7 +104,7 @@ def test_replicas_have_the_same_bits_beside_any_homes(dim: int, optimizer: EmbOp
 
 
 def test_eps_is_what_it_was_last_set_to() -> None:
-    ours, its = (_tables(8, NUM_HOT, of) for of in (False, True))
+    ours, its = (_tables(8, NUM_HOT, each) for each in (False, True))
     for tables in (ours, its):
         tables.tbe.update_hyper_parameters({"eps": 2.0})
     torch.testing.assert_close(_train_rows(ours, 8), _train_rows(its, 8), rtol=2e-6, atol=2e-6)

@@ -68,7 +68,7 @@ class DenseUpdate:
 def train_unsharded(
     model: nn.Module, batches: Sequence[Batch], tables: Sequence[Table], **optimizer: Any
 ) -> tuple[Result, list[Tensor]]:
-    """What is left behind, and each step's output; settings are those of :class:`DenseUpdate`."""
+    """Returns what is left, and each step's output; settings are those of :class:`DenseUpdate`."""
     weights = {n: p for n, p in model.named_parameters() if ".embedding" in n}
     features_of = {table.name: table.features for table in tables}
     updates = {n: DenseUpdate(**optimizer) for n in weights}

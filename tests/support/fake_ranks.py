@@ -18,7 +18,7 @@ class _Started:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.of_rank: dict[int, Any] = {}
+        self.on_rank: dict[int, Any] = {}
 
 
 class FakeRanks:
@@ -55,7 +55,7 @@ class FakeRanks:
             self._collectives.append(_Started(kind))
         started = self._collectives[self.num_started]
         assert started.kind == kind, f"rank {self.rank} starts {kind}, others {started.kind}"
-        started.of_rank[self.rank] = given
+        started.on_rank[self.rank] = given
         self.num_started += 1
         return _Pending(self, started)
 
@@ -66,17 +66,17 @@ class _Pending:
         self._started = started
 
     def wait(self) -> None:
-        rank, of_rank = self._ranks.rank, self._started.of_rank
+        rank, on_rank = self._ranks.rank, self._started.on_rank
         for other in range(self._ranks.size):
-            assert other in of_rank, (
+            assert other in on_rank, (
                 f"rank {rank} waits for the {self._started.kind} that rank {other} has not started"
             )
         if self._started.kind == "sum":
-            values, _ = of_rank[rank]
-            values.copy_(torch.stack([given for _, given in of_rank.values()]).sum(0))
+            values, _ = on_rank[rank]
+            values.copy_(torch.stack([given for _, given in on_rank.values()]).sum(0))
             return
-        received_W, *_ = of_rank[rank]
-        for other, (_, source, send_W) in of_rank.items():
+        received_W, *_ = on_rank[rank]
+        for other, (_, source, send_W) in on_rank.items():
             received_W[other].copy_(source.split(list(send_W))[rank])
 
 

@@ -1,4 +1,4 @@
-"""What setup.py and the requirements files say, read without installing anything."""
+"""Contents of setup.py and the requirements files, read without installing anything."""
 
 from pathlib import Path
 from typing import Any

@@ -65,7 +65,7 @@ def distribute(
 
 
 def wire_codecs(precision: str | None) -> Any:
-    """What a sharder takes for a precision on the wire, both ways."""
+    """Returns what a sharder takes for a precision on the wire, both ways."""
     if precision is None:
         return None
     kind = CommType(precision)

@@ -1,4 +1,4 @@
-"""What a refused call or benchmark says."""
+"""Messages of refused calls and benchmarks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ def refusal(kind: Any, act: Callable[..., Any], /, *args: Any, **options: Any) -
 def refusal_of(
     main: Callable[[Any], int], argv: Sequence[str], capsys: pytest.CaptureFixture[str]
 ) -> str:
-    """What it says: one line, with exit code 2."""
+    """Returns what it says: one line, with exit code 2."""
     assert main(argv) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")

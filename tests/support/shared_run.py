@@ -8,7 +8,7 @@ from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 
 def run_once(function: Callable[..., Any], world_size: int, *args: Hashable) -> list[Any]:
-    """What each rank gives: of one run, whoever asks for it and how often; also its error."""
+    """Returns what each rank gives in one run, whoever asks and how often; also its error."""
     found = _outcome(function, world_size, args)
     if isinstance(found, RankError):
         raise found

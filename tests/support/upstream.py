@@ -56,7 +56,7 @@ def our_classes() -> list[type]:
 
 
 def _bases(ours: type) -> list[type]:
-    """Their classes that one of ours inherits from, nearest first."""
+    """TorchRec's classes that one of ours inherits from, nearest first."""
     return [base for base in ours.__mro__ if base.__module__.startswith(THEIRS)]
 
 
@@ -97,7 +97,7 @@ def _is_self(node: ast.AST) -> bool:
 
 @cache
 def defined_names(cls: type) -> frozenset[str]:
-    """What a class itself defines: in its body, and on ``self`` in its methods."""
+    """Returns what a class itself defines: in its body, and on ``self`` in its methods."""
     names = set(vars(cls))
     tree = _class_tree(cls)
     if tree is not None:
@@ -173,7 +173,7 @@ def overrides() -> list[tuple[Use, FunctionType, FunctionType | None]]:
                 continue
             function = _function(vars(owner)[name])
             if isinstance(function, FunctionType):
-                mine = _function(next((vars(of)[name] for of in own if name in vars(of)), None))
+                mine = _function(next((vars(one)[name] for one in own if name in vars(one)), None))
                 found.append((Use(owner.__name__, name, str(_file(ours))), function, mine))
     return found
 

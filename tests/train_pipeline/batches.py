@@ -35,8 +35,8 @@ def kjt_of(
     length_dtype: torch.dtype = torch.int32,
 ) -> KeyedJaggedTensor:
     """Built from Python lists; the weight of id i is i / 4."""
-    ids = [row for of_feature in bags.values() for bag in of_feature for row in bag]
-    lengths = [len(bag) for of_feature in bags.values() for bag in of_feature]
+    ids = [row for bags_S in bags.values() for bag in bags_S for row in bag]
+    lengths = [len(bag) for bags_S in bags.values() for bag in bags_S]
     return KeyedJaggedTensor(
         keys=list(bags),
         values=torch.tensor(ids, dtype=id_dtype),

@@ -137,7 +137,7 @@ class Model(nn.Module):
 
 
 def pooled_by(output: Any, keys: Sequence[str], with_ids: bool = False) -> list[Tensor]:
-    """What the model makes of a collection's output: a matrix for each feature."""
+    """Returns what the model makes of a collection's output: a matrix for each feature."""
     if not isinstance(found := output[keys[0]], torchrec.JaggedTensor):
         return [found, *(output[key] for key in keys[1:])]
     summed = []
@@ -179,8 +179,8 @@ def batch_of(feature: Feature, rank: int, step: int, is_ours: bool) -> Batch:
     num_samples = feature.num_samples(rank, step)
     lengths = torch.randint(0, MAX_LENGTH, (len(names), num_samples), generator=generator)
     values = [
-        (torch.rand(int(of_name.sum()), generator=generator) ** 2 * rows[name]).long()
-        for name, of_name in zip(names, lengths)
+        (torch.rand(int(name_lengths.sum()), generator=generator) ** 2 * rows[name]).long()
+        for name, name_lengths in zip(names, lengths)
     ]
     num_lookups = int(lengths.sum())
     batch = Batch(
@@ -234,11 +234,11 @@ def _sharders(feature: Feature, is_ours: bool) -> dict[type, Any]:
             FeatureProcessedEmbeddingBagCollectionSharder,
         )
     )
-    of_bags = bags(**kwargs)
+    bag_lengths = bags(**kwargs)
     return {
-        EmbeddingBagCollection: of_bags,
+        EmbeddingBagCollection: bag_lengths,
         EmbeddingCollection: sequences(**kwargs),
-        FeatureProcessedEmbeddingBagCollection: processed(of_bags),
+        FeatureProcessedEmbeddingBagCollection: processed(bag_lengths),
     }
 
 
@@ -286,10 +286,10 @@ def _distribute(feature: Feature, **what: Any) -> DistributedModelParallel:
 
 
 def _distribute_2d(feature: Feature, **what: Any) -> DistributedModelParallel:
-    """It takes GPUs alone; hot/cold tables are refused before anything is placed there."""
+    """2-D parallelism takes GPUs alone; hot/cold tables are refused before any is placed there."""
 
-    def mesh(device_type: str, **of: Any) -> DeviceMesh:
-        return DeviceMesh("cpu", **of)
+    def mesh(device_type: str, **options: Any) -> DeviceMesh:
+        return DeviceMesh("cpu", **options)
 
     with mock.patch.object(model_parallel, "DeviceMesh", mesh):
         return DMPCollection(
@@ -303,7 +303,7 @@ def _distribute_2d(feature: Feature, **what: Any) -> DistributedModelParallel:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run was: what it left behind, or why there is none."""
+    """Outcome of a run: what it left behind, or why there is none."""
 
     result: Result | None = None
     trained: Sequence[Tensor] = ()
@@ -382,13 +382,13 @@ def own_rows_by_sample(batch: Batch, step: int) -> Batch:
     batch = own_rows(batch, step)
     features = batch.sparse_features
     keys, row_FB = features.inverse_indices()
-    of_features = [(features[key], row_B.tolist()) for key, row_B in zip(keys, row_FB)]
+    rows_F = [(features[key], row_B.tolist()) for key, row_B in zip(keys, row_FB)]
     is_weighted = features.weights_or_none() is not None
     batch.sparse_features = KeyedJaggedTensor(
         keys=keys,
-        values=torch.cat([of.to_dense()[row] for of, rows in of_features for row in rows]),
-        lengths=torch.cat([of.lengths()[rows] for of, rows in of_features]),
-        weights=torch.cat([of.to_dense_weights()[row] for of, rows in of_features for row in rows])
+        values=torch.cat([each.to_dense()[row] for each, rows in rows_F for row in rows]),
+        lengths=torch.cat([each.lengths()[rows] for each, rows in rows_F]),
+        weights=torch.cat([each.to_dense_weights()[row] for each, rows in rows_F for row in rows])
         if is_weighted
         else None,
     )

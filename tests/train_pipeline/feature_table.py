@@ -136,7 +136,7 @@ def _labelled(texts: Mapping[Key, Texts]) -> dict[str, Texts]:
 
 
 def _rest(lines: Mapping[str, Texts]) -> str:
-    """What does not work in all columns, by result; what ends alike for one reason is one line."""
+    """Returns what does not work in all columns, by result; equal ends are one line."""
     names: dict[str, dict[str, list[str]]] = {}
     for name, texts in lines.items():
         if not _do_all_work(texts):
@@ -144,7 +144,7 @@ def _rest(lines: Mapping[str, Texts]) -> str:
             names.setdefault(result, {}).setdefault(reason, []).append(name)
     parts = []
     for result, by_reason in names.items():
-        bullets = "".join(_bullet(folded(of), reason) for reason, of in by_reason.items())
+        bullets = "".join(_bullet(folded(each), reason) for reason, each in by_reason.items())
         parts.append(f"**{LABELS.get(result, result)}**\n\n{bullets}")
     return "\n".join(parts)
 
@@ -181,13 +181,13 @@ def folded(names: Sequence[str]) -> str:
         head, _, rest = name.partition(", ")
         rests.setdefault(head, []).append(rest)
     words = []
-    for head, of_head in rests.items():
-        if of_head == ["planned", "placed"] or of_head == [""]:
+    for head, rests_of_head in rests.items():
+        if rests_of_head == ["planned", "placed"] or rests_of_head == [""]:
             words.append(head)
-        elif len(of_head) == 1:
-            words.append(f"{head}, {of_head[0]}")
+        elif len(rests_of_head) == 1:
+            words.append(f"{head}, {rests_of_head[0]}")
         else:
-            words.append(f"{head} ({'; '.join(rest or 'alone' for rest in of_head)})")
+            words.append(f"{head} ({'; '.join(rest or 'alone' for rest in rests_of_head)})")
     return "; ".join(words)
 
 
@@ -265,7 +265,7 @@ def _word(feature: Feature, phase: str, runs: Outcomes, stock: Outcomes, note: s
 
 
 def _plain(line: str) -> str:
-    """What a line of the summary says of a module, or of micro-batches."""
+    """Returns what a line of the summary says of a module, or of micro-batches."""
     if ": computed once per batch" in line or ": not pipelined" in line:
         return line.replace(", of its exchange only that of ids is hidden", "")
     _, found, why = line.partition("; no more than 1 because ")
@@ -282,10 +282,10 @@ def _compare(feature: Feature, phase: str, runs: Outcomes, stock: Outcomes) -> N
     how = {"rtol": feature.rtol, "atol": feature.atol}
     given = "evaluated" if phase == "eval" else "trained"
     try:
-        mine, its = ([list(getattr(of, given)) for of in outcomes] for outcomes in (runs, stock))
+        mine, its = ([list(getattr(one, given)) for one in outcomes] for outcomes in (runs, stock))
         torch.testing.assert_close(mine, its, **how)
         if phase == "train":
-            left, expected = ([of.result for of in outcomes] for outcomes in (runs, stock))
+            left, expected = ([each.result for each in outcomes] for outcomes in (runs, stock))
             assert_same_results(left, expected, **how)
     except AssertionError as error:
         raise DiffersError(f"{feature.name}, {phase}: {error}") from error
@@ -293,7 +293,7 @@ def _compare(feature: Feature, phase: str, runs: Outcomes, stock: Outcomes) -> N
 
 @dataclass(frozen=True)
 class Ran:
-    """What an entry of the surface came to on a rank."""
+    """Result of an entry of the surface on a rank."""
 
     given: Any = None
     error: str = ""

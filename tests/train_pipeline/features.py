@@ -219,8 +219,8 @@ def _raw_ids(batch: Batch, step: int) -> Batch:
 def _tensor_dict(batch: Batch, step: int) -> Batch:
     features = batch.sparse_features
     nested = {
-        key: torch.nested.nested_tensor_from_jagged(of.values(), of.offsets())
-        for key, of in features.to_dict().items()
+        key: torch.nested.nested_tensor_from_jagged(each.values(), each.offsets())
+        for key, each in features.to_dict().items()
     }
     batch.sparse_features = TensorDict(nested, batch_size=[features.stride()])
     return batch

@@ -33,7 +33,7 @@ def pipeline_of(model: DistributedModelParallel, **settings: Any) -> Interleaved
 
 
 def run_to_the_end(pipeline: TrainPipeline, batches: Iterator[Batch]) -> list[Tensor]:
-    """What every step of ours or of TorchRec's gives, until ``StopIteration``."""
+    """Returns what every step of ours or of TorchRec's gives, until ``StopIteration``."""
     outputs = []
     while True:
         try:
@@ -82,7 +82,7 @@ Run = tuple[jobs.Result, list[Tensor]]
 
 
 def plain_run(job: jobs.Job, rank: int, world_size: int, steps: Iterable[int] | None = None) -> Run:
-    """What the plain loop leaves behind of a new model, and its outputs."""
+    """Returns what the plain loop leaves behind of a new model, and its outputs."""
     model = jobs.build(job, rank, world_size)
     outputs = plain_steps(model, batches_of(job, rank, steps or range(job.num_steps)))
     return jobs.result_of(model, []), outputs
@@ -92,8 +92,8 @@ def compare_runs(
     by_rank: Sequence[Any], mine: Any, expected: Any, rtol: float = RTOL, atol: float = ATOL
 ) -> None:
     """Compares two of the runs that each rank has, by their keys."""
-    results, outputs = zip(*(of_rank[mine] for of_rank in by_rank))
-    expected_results, expected_outputs = zip(*(of_rank[expected] for of_rank in by_rank))
+    results, outputs = zip(*(on_rank[mine] for on_rank in by_rank))
+    expected_results, expected_outputs = zip(*(on_rank[expected] for on_rank in by_rank))
     jobs.assert_same_results(results, expected_results, rtol, atol)
     torch.testing.assert_close(outputs, expected_outputs, rtol=rtol, atol=atol)
 
@@ -107,7 +107,7 @@ SETTINGS_OF: dict[int, tuple[tuple[int, bool], ...]] = {
 }
 """By number of ranks. A third rank changes who sends to whom, and nothing of a setting: on three,
 those that differ most."""
-DRIVERS_OF: dict[int, tuple[Driver, ...]] = {n: (None, *of) for n, of in SETTINGS_OF.items()}
+DRIVERS_OF: dict[int, tuple[Driver, ...]] = {n: (None, *each) for n, each in SETTINGS_OF.items()}
 """By number of ranks."""
 DRIVERS = DRIVERS_OF[2]
 
@@ -122,7 +122,7 @@ def make_driver(driver: Driver, model: DistributedModelParallel) -> Any:
 def train_job(
     job: jobs.Job, driver: Driver, rank: int, world_size: int, dtype: torch.dtype = torch.float32
 ) -> Run:
-    """What a new model's training leaves behind, and its outputs; ``dtype`` is torch's default."""
+    """Returns what a new model's training leaves, and its outputs; ``dtype`` is torch's default."""
     model, batches = jobs.build(job, rank, world_size), batches_of(job, rank, range(job.num_steps))
     pipeline = make_driver(driver, model)
     with default_dtype(dtype):

@@ -110,7 +110,7 @@ class RaceDetector(TorchDispatchMode):
 
     @property
     def races(self) -> set[str]:
-        """What was found; of what exchanges sent, once they were all waited for."""
+        """Returns what was found; of what exchanges sent, once they were all waited for."""
         return self._seen | {
             f"all-to-all sends memory of {block.made_on} not recorded for {stream}"
             for block, stream in self._sent
@@ -124,7 +124,7 @@ class RaceDetector(TorchDispatchMode):
             knows[stream] = max(knows.get(stream, -1), time)
 
     def done_by(self, stream: int) -> dict[int, int]:
-        """What is done when all is that was queued on a stream, by stream."""
+        """Returns what is done when all is that was queued on a stream, by stream."""
         return {**self._knows[stream], stream: self._time}
 
     def watch(self, tensor: Tensor) -> None:

@@ -237,7 +237,7 @@ def _hybrid_eval(rank: int, is_ours: bool) -> Any:
 
 
 def _tracked(kind: str, mode: TrackingMode) -> Run:
-    """What TorchRec's delta tracker says after each step, of one table."""
+    """Returns what TorchRec's delta tracker says after each step, of one table."""
     feature = replace(ALIKE, tables=ALIKE.tables[:1])
 
     def run(rank: int, is_ours: bool) -> Any:

@@ -132,8 +132,8 @@ COMPARED_ON = {
     2: tuple(COMPARISONS),
     3: tuple(
         name
-        for name, of in COMPARISONS.items()
-        if of.stock == "unsharded" or ("rowwise" in name and of.dtype is torch.float32)
+        for name, each in COMPARISONS.items()
+        if each.stock == "unsharded" or ("rowwise" in name and each.dtype is torch.float32)
     ),
 }
 """By number of ranks: a third one changes nothing of an optimizer that stock has."""
@@ -162,17 +162,17 @@ def _stock(comparison: Comparison, rank: int, world_size: int) -> Run:
 def _run(rank: int, world_size: int) -> dict[Any, Run]:
     found: dict[Any, Run] = {}
     for name in COMPARED_ON[world_size]:
-        of = COMPARISONS[name]
-        found[name, "stock"] = _stock(of, rank, world_size)
-        for driver in of.drivers(world_size):
-            found[name, driver] = train_job(of.job, driver, rank, world_size, of.dtype)
+        each = COMPARISONS[name]
+        found[name, "stock"] = _stock(each, rank, world_size)
+        for driver in each.drivers(world_size):
+            found[name, driver] = train_job(each.job, driver, rank, world_size, each.dtype)
     return found
 
 
 @pytest.mark.parametrize(("world_size", "name", "driver"), CASES)
 def test_trains_as_stock(world_size: int, name: str, driver: Driver) -> None:
     by_rank = run_once(_run, world_size)
-    stock = [of_rank[name, "stock"] for of_rank in by_rank]
+    stock = [on_rank[name, "stock"] for on_rank in by_rank]
     for _, outputs in stock:
         assert len(outputs) == NUM_STEPS
         assert all(output.isfinite().all() for output in outputs)
@@ -187,7 +187,7 @@ def test_the_comparison_is_of_something(name: str) -> None:
     """Training moves every table, so that a step not taken would show; some bags are empty."""
     job = COMPARISONS[name].job
     first = jobs.Model(job).state_dict()
-    stock = [of_rank[name, "stock"][0] for of_rank in run_once(_run, 2)]
+    stock = [on_rank[name, "stock"][0] for on_rank in run_once(_run, 2)]
     for key, trained in jobs.whole(stock, "weights").items():
         assert (trained - first[key]).abs().max() > 100 * (
             jobs.ATOL + jobs.RTOL * trained.abs().max()
@@ -198,6 +198,6 @@ def test_the_comparison_is_of_something(name: str) -> None:
 
 
 def test_every_optimizer_is_compared() -> None:
-    """Those that FBGEMM has on the CPU."""
+    """FBGEMM's on the CPU."""
     compared = {c.job.optimizer for c in COMPARISONS.values() if c.stock != "unsharded"}
     assert compared == set(jobs.OPTIMIZERS) - {"lars", *NOT_IN_FBGEMM}

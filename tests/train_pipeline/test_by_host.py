@@ -137,7 +137,7 @@ def test_every_driver_trains_as_stock(hosts: tuple[int, int]) -> None:
 def test_rows_by_host_may_be_requested_of_the_planner() -> None:
     by_rank = _trained((2, 2))
     runs.compare_runs(by_rank, "planned", ("rows", "stock"))
-    assert all(of_rank["planned"][0].replicas for of_rank in by_rank)
+    assert all(on_rank["planned"][0].replicas for on_rank in by_rank)
 
 
 @pytest.mark.parametrize("hosts", NAMES_OF)

@@ -3,7 +3,7 @@
 Counted in the middle of a run, when every exchange of a step has something to carry. A step has one
 agreement on what was written between steps, one header, one ids exchange, one rows and one
 gradients exchange per chunk, one sum of hot gradients and one of dense gradients. Looking ahead
-adds one exchange of marks and one of clean rows.
+adds one dirty mask and one of clean rows.
 
 Operators that the host starts are what a step costs on fast links and for small batches: counted
 are those of one of two ranks.
@@ -38,7 +38,7 @@ PER_STEP: dict[Driver, dict[str, int]] = {
 }
 NUM_TABLES = (2, 200)
 WORLD_SIZE = 2
-NUM_WARM, NUM_COUNTED = 4, 3  # DDP makes its buckets anew in the second step
+NUM_WARM, NUM_COUNTED = 4, 3  # DDP makes new buckets in the second step
 
 
 def _job(num_tables: int) -> Job:
@@ -99,13 +99,13 @@ def _count_one(rank: int, world_size: int, job: Job, driver: Driver) -> list[dic
 def _count_by_host(rank: int, world_size: int) -> list[tuple[Driver, list[dict[str, float]]]]:
     by_host: dict[str, Any] = {"by_host": ("*",), "batch_sizes": (12,)}
     jobs = [dataclasses.replace(_job(num_tables), **by_host) for num_tables in (2, 26)]
-    return [(of, _count_one(rank, world_size, job, of)) for job in jobs for of in PER_STEP]
+    return [(each, _count_one(rank, world_size, job, each)) for job in jobs for each in PER_STEP]
 
 
 def test_each_exchange_by_host_but_the_agreement_has_two_parts() -> None:
     """The sum of hot rows has two, before and after its all-reduce over hosts."""
-    for of_rank in run_ranks(_count_by_host, 4, timeout_s=200):
-        for driver, steps in of_rank:
+    for on_rank in run_ranks(_count_by_host, 4, timeout_s=200):
+        for driver, steps in on_rank:
             expected = 1 + 2 * (PER_STEP[driver]["all_to_all"] - 1) + 2
             assert [step["all_to_all"] for step in steps] == [expected] * NUM_COUNTED, driver
 
@@ -170,9 +170,9 @@ def _count_two_modules(rank: int, world_size: int) -> dict[Driver, dict[str, flo
 
 def test_collectives_do_not_grow_with_modules() -> None:
     """Sequences and bags, two modules, as one."""
-    for of_rank in run_ranks(_count_two_modules, WORLD_SIZE, timeout_s=100):
-        assert of_rank == {driver: PER_STEP[driver] for driver in of_rank}
-        assert len(of_rank) == len(PER_STEP) - 1
+    for on_rank in run_ranks(_count_two_modules, WORLD_SIZE, timeout_s=100):
+        assert on_rank == {driver: PER_STEP[driver] for driver in on_rank}
+        assert len(on_rank) == len(PER_STEP) - 1
 
 
 TABLES = tuple(Table(f"t{number}", 8, 1000, (f"f{number}",)) for number in range(26))

@@ -89,13 +89,13 @@ def _runs(rank: int, world_size: int) -> dict[tuple[str, str], list[Read]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_rows_and_states_are_those_of_stock(case: str) -> None:
-    for of_rank in run_once(_runs, 2):
-        expected = of_rank[case, "stock"]
+    for on_rank in run_once(_runs, 2):
+        expected = on_rank[case, "stock"]
         num_rows = [len(ids) for read in expected for ids, _ in read.values()]
         assert max(num_rows) > min(num_rows) > 0  # not all rows each time
         for driver in DRIVERS[1:]:
             told = expected[1:] if driver == "late" else expected
-            torch.testing.assert_close(of_rank[case, driver], told, rtol=1e-4, atol=2e-5)
+            torch.testing.assert_close(on_rank[case, driver], told, rtol=1e-4, atol=2e-5)
 
 
 def _momentum(rank: int, world_size: int) -> tuple[list[Any], Any, str]:
@@ -125,8 +125,8 @@ def _momentum(rank: int, world_size: int) -> tuple[list[Any], Any, str]:
 
 def test_the_state_before_a_step_where_stock_reads_none() -> None:
     for tracked, before, error in run_ranks(_momentum, 2, timeout_s=60):
-        for of_step, states in zip(tracked, before):
-            for name, (ids, norms) in of_step.items():
+        for in_step, states in zip(tracked, before):
+            for name, (ids, norms) in in_step.items():
                 torch.testing.assert_close(norms, states[name][ids].norm(dim=1))
         assert any(norms.any() for _, norms in tracked[-1].values())
         assert "Error" in error, "TorchRec reads it on the CPU now: compare with it"
@@ -151,9 +151,9 @@ def _refused(rank: int, world_size: int) -> list[str]:
 
 def test_what_it_cannot_say_is_refused_where_it_is_asked_for() -> None:
     reasons = run_ranks(_refused, 2, timeout_s=60)
-    for words, of_ranks in zip(
+    for words, by_rank in zip(
         ("another table has its feature 'f'", "MOMENTUM_LAST", "MOMENTUM_LAST", "of one's own"),
         zip(*reasons),
         strict=True,
     ):
-        assert all(words in reason for reason in of_ranks), of_ranks
+        assert all(words in reason for reason in by_rank), by_rank

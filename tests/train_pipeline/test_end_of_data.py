@@ -111,7 +111,7 @@ def _uneven(rank: int, world_size: int) -> dict[Any, Run]:
 def test_a_rank_whose_data_has_ended_goes_on_with_empty_batches(case: Any) -> None:
     name, counts, _ = case
     by_rank = run_once(_uneven, len(counts))
-    assert [len(of_rank[case][1]) for of_rank in by_rank] == [max(counts)] * len(counts)
+    assert [len(on_rank[case][1]) for on_rank in by_rank] == [max(counts)] * len(counts)
     compare_runs(by_rank, case, (name, counts))
 
 
@@ -189,7 +189,7 @@ def _epochs_of_one_iterator(rank: int, world_size: int) -> tuple[dict[Any, Run],
         pipeline = pipeline_of(model, num_micro_batches=2, execute_all_batches=executes_all)
         epoch: Any = _OneIterator(batches) if is_one else batches
         by_epoch = [run_to_the_end(pipeline, iter(epoch)) for _ in range(3)]
-        outputs = [output for of_epoch in by_epoch for output in of_epoch]
+        outputs = [output for outputs_of_one in by_epoch for output in outputs_of_one]
         runs[name, executes_all, is_one] = result_of(model, []), outputs
     theirs = make_driver(None, build(JOBS["stock"], rank, world_size))
     epoch = _OneIterator(batches[:2])

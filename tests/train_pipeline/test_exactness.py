@@ -160,7 +160,7 @@ def check_cases(seeds: list[str], world_size: int, change: Callable[[Job], Job])
     by_rank = run_ranks(train_both, world_size, cases, timeout_s=200)
     for number, case in enumerate(cases):
         try:
-            runs.compare_runs([of_rank[number] for of_rank in by_rank], 0, 1)
+            runs.compare_runs([on_rank[number] for on_rank in by_rank], 0, 1)
         except AssertionError as error:
             raise AssertionError(f"seed {seeds[number]}: {case}") from error
 

@@ -40,7 +40,7 @@ class _OfObject:
 
 
 class Scaled(programs.Head):
-    """Its loss grows with the forwards that something counts."""
+    """A loss that grows with the forwards that something counts."""
 
     def factor(self, out: Tensor) -> float:
         raise NotImplementedError

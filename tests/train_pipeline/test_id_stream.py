@@ -147,7 +147,7 @@ def _run(rank: int, world_size: int) -> dict[Case, _Watched]:
 
 @pytest.mark.parametrize("case", CAREFUL, ids=str)
 def test_no_use_across_streams_races(case: Case) -> None:
-    for watched in (of_rank[case] for of_rank in run_once(_run, 2)):
+    for watched in (on_rank[case] for on_rank in run_once(_run, 2)):
         assert not watched.races
         assert min(watched.num_ops[0], watched.num_ops[1]) > 100
         assert watched.num_steps == max(BATCHES[case[1]])
@@ -156,5 +156,5 @@ def test_no_use_across_streams_races(case: Case) -> None:
 
 @pytest.mark.parametrize(("case", "race"), CARELESS.items())
 def test_a_careless_hand_over_is_found(case: Case, race: str) -> None:
-    for watched in (of_rank[case] for of_rank in run_once(_run, 2)):
+    for watched in (on_rank[case] for on_rank in run_once(_run, 2)):
         assert any(race in found for found in watched.races)

@@ -90,7 +90,7 @@ class RolledLargest(Rolled):
 
 
 class SameTotals(Model):
-    """As many lookups of two features, in other samples."""
+    """Equally many lookups of two features, in other samples."""
 
     def make(self) -> None:
         super().make()
@@ -105,8 +105,8 @@ class SameTotals(Model):
 def _same_totals(rank: int, step: int) -> Batch:
     """On rank 1 parts have equally many too."""
     batch = batch_of(rank, step)
-    of_f, _, of_h = batch.sparse_features.lengths().view(len(FEATURES), -1)
-    lengths = torch.cat([of_f, of_f.roll(1 - rank), of_h])
+    lengths_f, _, lengths_h = batch.sparse_features.lengths().view(len(FEATURES), -1)
+    lengths = torch.cat([lengths_f, lengths_f.roll(1 - rank), lengths_h])
     ids = batch.sparse_features.values().repeat(2)[: int(lengths.sum())]
     batch.sparse_features = KeyedJaggedTensor(list(FEATURES), ids, lengths=lengths)
     return batch

@@ -1,4 +1,4 @@
-"""What wraps an optimizer sees the gradients and rates of the plain loop: clipping, schedules.
+"""Wrappers of an optimizer see the gradients and rates of the plain loop: clipping, schedules.
 
 Of optimizers that only hot/cold tables have on the CPU: checkpoints, and modules trained in turn.
 What they compute is compared elsewhere: with FBGEMM's formulas over whole tables, for rows in
@@ -85,7 +85,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def _set_rates(model: DistributedModelParallel, optimizer: torch.optim.Optimizer) -> None:
-    """As a scheduler does between two steps, other rates for tables and for the dense part."""
+    """Sets other rates, like a scheduler between two steps, for tables and for the dense part."""
     tables = {id(group) for group in model.fused_optimizer.param_groups}
     for group in optimizer.param_groups:
         group["lr"] *= 0.7 if id(group) in tables else 0.8
@@ -163,7 +163,7 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     names = ["adam", "partial_rowwise_lamb"]
     by_rank = run_ranks(_save_and_resume, 2, tmp_path, names, timeout_s=100)
     for name in names:
-        found = [of_rank[name] for of_rank in by_rank]
+        found = [on_rank[name] for on_rank in by_rank]
         compare_runs(found, "resumed", "went on")
         states = {key.rpartition(".")[2] for key in found[0]["went on"][0].states}
         assert states == {"momentum1", "exp_avg_sq"}

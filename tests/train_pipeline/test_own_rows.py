@@ -162,7 +162,7 @@ def test_trains_as_torchrec_does(name: str, number: Any) -> None:
         assert "computed once" not in one.summary
         torch.testing.assert_close(one.trained, other.trained, rtol=RTOL, atol=ATOL)
         torch.testing.assert_close(one.evaluated, other.evaluated, rtol=RTOL, atol=ATOL)
-    results, expected = ([outcome.result for outcome in of] for of in (mine, its))
+    results, expected = ([outcome.result for outcome in each] for each in (mine, its))
     assert whole(expected, "states")
     assert_same_results(results, expected)
 

@@ -30,7 +30,7 @@ BROKEN_STEP = 4
 
 
 class BrokenError(Exception):
-    """What a faulty rank raises."""
+    """Error of a faulty rank."""
 
 
 def break_it() -> None:
@@ -115,7 +115,7 @@ def fail_on_one_rank(
 
 
 def fail(top: Path, job: Job, hosts: tuple[int, int], *how: Any) -> list[tuple[str, str, float]]:
-    """What each rank raises."""
+    """Returns what each rank raises."""
     num_hosts, num_places = hosts
     job = replace(job, by_host=("*",) if num_places > 1 else (), num_places=num_places)
     world_size = num_hosts * num_places
@@ -149,7 +149,7 @@ def test_a_rank_that_raises_is_heard_by_all(
 
 @pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "stock"])
 def test_peers_of_a_rank_that_lives_on_wait_for_the_timeout(tmp_path: Path, is_ours: bool) -> None:
-    """As long under TorchRec's pipeline, whose error does not say why."""
+    """Equally long under TorchRec's pipeline, whose error does not say why."""
     raised = fail(tmp_path, HEARD, ALONE, "forward", break_it, 3 * GROUP_TIMEOUT_S, is_ours)
     words = "the user's own words"
     for rank, (kind, text, after_s) in enumerate(raised):
@@ -178,7 +178,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(
         if rank == FAULTY:
             continue
         assert kind == PeerError.__name__
-        assert text.startswith(f"rank {rank} waited in vain in step 4, ")
+        assert text.startswith(f"rank {rank} got no answer in step 4, ")
         assert text.endswith(f"; rank {FAULTY} said nothing: it hangs or was ended")
         for other in set(range(len(raised))) - {FAULTY, rank}:
             assert f"; rank {other} waited in step 4, " in text

@@ -168,8 +168,8 @@ def _refused(rank: int, world_size: int) -> list[tuple[str, str]]:
 
 
 def test_bad_input_is_refused_on_all_ranks_alike() -> None:
-    for of_rank in run_once(_refused, 2):
-        for without, prepared in of_rank:
+    for on_rank in run_once(_refused, 2):
+        for without, prepared in on_rank:
             assert without == prepared
 
 

@@ -1,4 +1,4 @@
-"""What a program does around its model happens as under TorchRec's pipeline, or is refused.
+"""Work of a program around its model happens as under TorchRec's pipeline, or is refused.
 
 Modules of TorchRec's own beside ours, and models that use them in part, too; tables of both kinds
 in one module are lines of ``docs/features.md``, which ``test_feature_table.py`` runs.
@@ -211,7 +211,7 @@ class _Apart(Model):
 
 
 class Broadcasting(DataParallelWrapper):
-    """As torch wraps by default: with buffers of rank 0 for all."""
+    """torch's default: buffers of rank 0 for all."""
 
     def wrap(self, dmp: Any, env: Any, device: torch.device) -> None:
         ignored = set(DistributedModelParallel._sharded_parameter_names(dmp._dmp_wrapped_module))
@@ -238,7 +238,7 @@ def _replicated(model: Any) -> None:
 
 def _scaled(base: type) -> type:
     class Scaled(base):  # type: ignore[misc]
-        """As a loss scaler does it."""
+        """Like a loss scaler."""
 
         def _backward(self, losses: Tensor) -> None:
             super()._backward(8 * losses)

@@ -147,7 +147,7 @@ JOB = jobs.Job(placement={"*": 3, "one_row": 1}, tables=jobs.ODD)
 SELDOM = Refresh(every_steps=1000, check_steps=None)
 
 
-def of_rows(saved: SavedUses | None) -> dict[str, dict[int, float]]:
+def uses_by_row(saved: SavedUses | None) -> dict[str, dict[int, float]]:
     """Uses by row; those that there are."""
     return {
         name: {int(row): float(use) for row, use in zip(rows, uses) if use}
@@ -174,14 +174,14 @@ def count_on(rank: int, world_size: int, saved: SavedUses, num_hot: int) -> Any:
     pipeline.go_on_with(saved)
     pipeline.progress(iter(batches_of(job, rank, range(1))))
     again = pipeline.saved_uses()
-    return of_rows(again), again.num_batches
+    return uses_by_row(again), again.num_batches
 
 
 @pytest.mark.parametrize(("world_size", "num_hot"), [(2, 6), (3, 5)])
 def test_uses_go_on_under_another_plan(world_size: int, num_hot: int) -> None:
     first, second = run_ranks(counted, 2, timeout_s=60)
-    expected = of_rows(first)
-    assert expected == of_rows(second)
+    expected = uses_by_row(first)
+    assert expected == uses_by_row(second)
     assert sum(map(len, expected.values())) > 10
     assert first.num_batches > 0
     for found, num_batches in run_ranks(count_on, world_size, first, num_hot, timeout_s=60):
@@ -288,7 +288,7 @@ def _plain_evaluating(model: DistributedModelParallel, batches: list[Batch]) -> 
 
 
 def _listed(rows: dict[str, Tensor]) -> dict[str, list[int]]:
-    return {name: of.tolist() for name, of in rows.items()}
+    return {name: each.tolist() for name, each in rows.items()}
 
 
 def _run_sequences(rank: int, world_size: int) -> tuple[dict[str, Result], dict[str, int], str]:
@@ -306,7 +306,7 @@ def _run_sequences(rank: int, world_size: int) -> tuple[dict[str, Result], dict[
 
 
 def _backward_over_a_change(rank: int, world_size: int) -> str:
-    """What is said of hot rows that change between a forward and its backward."""
+    """Returns what is said of hot rows that change between a forward and its backward."""
     job = dataclasses.replace(SEQUENCES, num_steps=1)
     model = build_sequences(job, world_size)
     refresher = HotRowRefresher(model, dataclasses.replace(LOOKS, every_steps=1))
@@ -333,13 +333,13 @@ def _backward_over_a_change(rank: int, world_size: int) -> str:
 def test_sequences_train_as_the_plain_loop(name: str) -> None:
     plain = "plain_evaluating" if name == "evaluating" else "plain"
     runs, expected = (
-        [found[of] for found, *_ in run_once(_run_sequences, 2)] for of in (name, plain)
+        [found[each] for found, *_ in run_once(_run_sequences, 2)] for each in (name, plain)
     )
     assert_same_results(runs, expected)
 
 
 def test_rows_did_move() -> None:
-    moved, other = (of for _, of, _ in run_once(_run_sequences, 2))
+    moved, other = (each for _, each, _ in run_once(_run_sequences, 2))
     assert moved == other
     assert moved.keys() == {"by_itself", "by_hand", "detached", "sparse_dist"}
     assert min(moved.values()) > 2

@@ -1,5 +1,5 @@
-"""What the pipeline cannot train exactly is refused by name, on all ranks, leaving the model as it
-was; and what only looks like it is trained."""
+"""Programs that cannot be trained exactly are refused by name, on all ranks, leaving the model as
+it was; and what only looks like it is trained."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _look_up(ebc: nn.Module, batch: Batch) -> Any:
 
 
 class _Untraceable(Model):
-    """Its forward needs numbers; the loss is that of the parent."""
+    """A forward that needs numbers; the loss is that of the parent."""
 
     def count(self, labels: Tensor) -> Any:
         return int((labels > 0.5).sum().item())
@@ -250,7 +250,7 @@ def test_both_cures_of_a_model_that_cannot_be_traced() -> None:
 
 
 def _automatic(rank: int, world_size: int) -> list[tuple[int, str]]:
-    """What is refused where micro-batches are asked for is trained whole where they are not."""
+    """Programs that are refused with requested micro-batches are trained whole without."""
     chosen = []
     for change_model, change_batch, *_ in REFUSED:
         if change_batch is _variable:  # this model cannot make use of it; test_own_rows' can
@@ -309,8 +309,8 @@ BESIDE_STOCK = dataclasses.replace(JOB, placement={"*": 2, "b": "table_wise"})
 @pytest.mark.parametrize("name", ODD_BATCHES)
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside stock"])
 def test_a_batch_that_one_rank_cannot_train_is_refused_on_all(alone: bool, name: str) -> None:
-    found = [of_rank[alone, name] for of_rank in run_once(_refused_late, 3)]
-    told = [of_rank[0] for of_rank in found]
+    found = [on_rank[alone, name] for on_rank in run_once(_refused_late, 3)]
+    told = [on_rank[0] for on_rank in found]
     assert told[0] == told[1] == told[2]
     (message,) = told[0]
     assert message.startswith("rank 1: ebc: its KeyedJaggedTensor has a batch size per feature")

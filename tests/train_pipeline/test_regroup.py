@@ -34,8 +34,8 @@ def test_values_and_gradients_are_theirs(dtype: DataType | None) -> None:
     for forward in (module, lambda given: regroup(module, given)):
         given = keyed_tensors()
         output = forward(given)
-        sum((of.float() ** 2).sum() for of in output.values()).backward()
-        found.append([output, [of.values().grad for of in given]])
+        sum((each.float() ** 2).sum() for each in output.values()).backward()
+        found.append([output, [each.values().grad for each in given]])
     # no group takes them: FBGEMM leaves whatever was in memory for their gradients
     assert not found[1][1][1][:, UNUSED].any()
     for _, (_, grads) in found:

@@ -37,7 +37,7 @@ STEPS = range(9)
 
 
 class BrokenError(Exception):
-    """What user code raises here."""
+    """Error that user code raises here."""
 
 
 @contextmanager

@@ -51,7 +51,7 @@ FLOATS, IDS, MARKS, HEADER = torch.float32, torch.int32, torch.uint8, torch.int6
 
 
 def _recorded(job: Job, driver: Driver, rank: int, world_size: int) -> list[Message]:
-    """Messages of all steps but the first, in the second of which DDP makes its buckets anew."""
+    """Messages of all steps but the first, in the second of which DDP makes new buckets."""
     pipeline = make_driver(driver, build(job, rank, world_size))
     run_to_the_end(pipeline, iter(batches_of(job, rank, range(NUM_WARM))))
     steps = range(NUM_WARM, NUM_WARM + job.num_steps)
@@ -206,5 +206,5 @@ def test_each_lookup_is_sent_once_and_each_bags_length(driver: Driver) -> None:
             for batch in batches_of(BAG_JOB, rank, range(NUM_WARM, NUM_WARM + NUM_STEPS))
             for name in away
         ]
-        expected = sum(int(of_bags.sum()) + of_bags.numel() for of_bags in lengths)
+        expected = sum(int(bag_lengths.sum()) + bag_lengths.numel() for bag_lengths in lengths)
         assert elements(recorded[driver], torch.int32) == expected

@@ -19,7 +19,7 @@ SETTINGS = ((1, False), (2, True), (4, True))
 
 
 def _hot(table: str) -> set[int]:
-    rows = {of.name: of.rows for of in PLAIN}[table]
+    rows = {each.name: each.rows for each in PLAIN}[table]
     return set(sorted(range(rows), key=lambda row: (row % 3, row))[: int(JOB.placement[table])])
 
 
@@ -89,7 +89,7 @@ def _stock(rank: int, world_size: int) -> list[StepReport]:
 
 
 def _run(rank: int, world_size: int) -> dict[Any, dict[str, Any]]:
-    found: dict[Any, dict[str, Any]] = {of: _watched(rank, world_size, of) for of in SETTINGS}
+    found: dict[Any, dict[str, Any]] = {each: _watched(rank, world_size, each) for each in SETTINGS}
     found["interrupted"] = _interrupted(rank, world_size)
     found["stock"] = {"reports": _stock(rank, world_size)}
     return found
@@ -147,10 +147,10 @@ def test_steps_without_hot_cold_tables_are_reported() -> None:
 
 def test_only_trained_steps_are_reported() -> None:
     for found in run_once(_run, 2):
-        of = found["interrupted"]
-        assert of["said"] == "3: that will do"  # the third that was trained
-        assert of["frame"]["step"].tolist() == list(range(JOB.num_steps - 1))
-        assert of["frame"]["num_moved"].sum() > 0
+        each = found["interrupted"]
+        assert each["said"] == "3: that will do"  # the third that was trained
+        assert each["frame"]["step"].tolist() == list(range(JOB.num_steps - 1))
+        assert each["frame"]["num_moved"].sum() > 0
         # told once for each look: after every second step
-        assert (of["frame"]["num_moved"][::2] == 0).all()
-        assert not of["watched"]
+        assert (each["frame"]["num_moved"][::2] == 0).all()
+        assert not each["watched"]

@@ -65,7 +65,7 @@ class Kept:
     first_optimizer_state: Mapping[str, Any]
 
     @staticmethod
-    def of(model: Any, folder: Path) -> Kept:
+    def from_model(model: Any, folder: Path) -> Kept:
         parameters, state = dict(_tables(model)), model.state_dict()
         dcp.save(state, checkpoint_id=folder)
         return Kept(
@@ -150,7 +150,7 @@ def _train(
     job: Job, driver: Driver, rank: int, world_size: int, folder: Path, skipped: str = ""
 ) -> Run:
     model = build(job, rank, world_size)
-    kept, pipeline = Kept.of(model, folder), make_driver(driver, model)
+    kept, pipeline = Kept.from_model(model, folder), make_driver(driver, model)
     ways = {BETWEEN * number: name for number, name in enumerate(WAYS, start=1)}
     batches, outputs = iter(batches_of(job, rank, range(NUM_STEPS))), []
     for step in range(NUM_STEPS):
@@ -217,13 +217,13 @@ def _fail() -> None:
 
 def _write_in_iterator(rank: int, world_size: int) -> dict[Any, tuple[Run, Run]]:
     """Batch 4 is read in the step of batch 2, which finds the write, or in a second call of it."""
-    found, of_batch, in_step = {}, 4, 2
+    found, summed, in_step = {}, 4, 2
     for name, job, ranks, fails in CASES_OF_READS:
         mine, plain = (build(job, rank, world_size) for _ in range(2))
         pipeline, batches = pipeline_of(mine, num_micro_batches=2), batches_of(job, rank, range(7))
         acts = [partial(_halve, mine)] if rank in ranks else []
         fails = fails and bool(acts)
-        reader = _Reader(batches, of_batch, [_fail] * fails + acts)
+        reader = _Reader(batches, summed, [_fail] * fails + acts)
         outputs = [pipeline.progress(reader) for _ in range(in_step)]
         if fails:
             with pytest.raises(OSError, match="a file is gone"):
@@ -240,7 +240,7 @@ def _write_in_iterator(rank: int, world_size: int) -> dict[Any, tuple[Run, Run]]
 def test_a_write_by_the_data_iterator_is_found() -> None:
     by_rank = run_ranks(_write_in_iterator, 2, timeout_s=100)
     for name in by_rank[0]:
-        compare_runs([of_rank[name] for of_rank in by_rank], 0, 1)
+        compare_runs([on_rank[name] for on_rank in by_rank], 0, 1)
 
 
 def _write_in_forward(rank: int, world_size: int) -> list[str]:
@@ -261,8 +261,8 @@ def _write_in_forward(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_write_between_a_forward_and_its_update_is_refused() -> None:
-    for of_rank in run_ranks(_write_in_forward, 2, timeout_s=60):
-        for told in of_rank:
+    for on_rank in run_ranks(_write_in_forward, 2, timeout_s=60):
+        for told in on_rank:
             assert "'c' was written between a forward and the update of its backward" in told
 
 
@@ -356,7 +356,7 @@ def _said(name: str, rank: int, world_size: int) -> str:
 
 def _rows_of(model: Any, tensor: str) -> HomesAndReplicas:
     """Of the first pack with hot rows."""
-    tables = next(of.tables for of in storages_of(model) if of.num_hot_rows)
+    tables = next(each.tables for each in storages_of(model) if each.num_hot_rows)
     return tables.weights if tensor == "weights" else tables.row_states[tensor]
 
 

@@ -76,7 +76,7 @@ class Peers:
                 break
             time.sleep(_POLL_S)
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
-        found = [f"rank {self._rank} waited in vain in {doing} ({reason})"]
+        found = [f"rank {self._rank} got no answer in {doing} ({reason})"]
         found += [f"rank {rank} waited in {text}" for rank, (text, _) in sorted(entries.items())]
         if len(silent) > 1:  # by host, a rank may wait for one whose own exchange broke
             ranks = ", ".join(map(str, silent))

@@ -134,7 +134,8 @@ class RowRoute(Route):
         # Numbers that the host needs come with the header, which it waits for in any case.
         bits_X = located.used_bits_X
         kept = [located.counts_PQ.reshape(-1), edges_J1, bits_X]
-        bits_WX = bits_X.view(self.row_ranges.num_parts, -1).expand(self.ranks.size, -1)
+        size, is_whole = self.ranks.size, self.row_ranges.num_parts == 1
+        bits_WX = bits_X.expand(size, -1) if is_whole else bits_X.view(size, -1)  # all, or a part
         if groups is not None:
             kept.append(groups.counts)
         if num_lookups and edges_J1.device.type != "cpu":

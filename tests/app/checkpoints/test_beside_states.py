@@ -1,4 +1,4 @@
-"""What lies beside a checkpoint's states: hot rows, their uses and the setting; damage by name. Old
+"""Files beside a checkpoint's states: hot rows, their uses and the setting; damage by name. Old
 checkpoints go, newer ones stay; a crash while deleting leaves none that only looks whole."""
 
 import contextlib
@@ -62,10 +62,10 @@ def test_a_resumed_run_goes_on_with_its_hot_rows(tmp_path: Path) -> None:
         assert found["steps"] == 12
     said = ranks[0]["said"]
     assert f"{NUM_HOT} hot rows are those of {tmp_path / 'cut' / 'step_00000004'}" in said
-    anew = (
+    fresh = (
         f"hot rows were chosen again: those of {tmp_path / 'cut' / 'step_00000008'} are of another"
     )
-    assert anew in said
+    assert fresh in said
     before, after = (read_hot_rows(tmp_path / "cut" / f"step_{step:08d}") for step in (4, 8))
     assert sum(map(len, before.values())) == sum(map(len, after.values())) == NUM_HOT
     assert any(not torch.equal(rows, after[name]) for name, rows in before.items() if name in after)

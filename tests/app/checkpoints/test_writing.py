@@ -49,7 +49,7 @@ def flip(path: Path, at: int, bit: int) -> None:
 
 
 def break_and_look(rank: int, world_size: int, top: str) -> Any:
-    """What is found after each of many damages, and what a load gives after one."""
+    """Returns what is found after each of many damages, and what a load gives after one."""
     source, copy = Path(top, "source"), Path(top, "copy")
     trainer = SmallTrainer("rows", "rowwise_adagrad")
     trainer.train(range(1))

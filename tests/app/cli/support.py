@@ -1,4 +1,4 @@
-"""What the tests of the subcommands share: a small run, and how a refusal must look."""
+"""Parts that the tests of the subcommands share: a small run, and how a refusal must look."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def error_of(argv: list[str], capsys: Capture) -> str:
 
 
 def output_of(argv: list[str], capsys: Capture) -> str:
-    """What a command that must succeed prints on stdout."""
+    """Returns what a command that must succeed prints on stdout."""
     code = main(argv)
     captured = capsys.readouterr()
     assert code == 0, captured.err

@@ -125,7 +125,7 @@ def test_help_and_wrong_arguments_need_no_pytorch(argv: list[str]) -> None:
 
 
 def test_a_closed_pipe_ends_it_quietly(monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
-    """As with ``| head``."""
+    """``| head`` closes it."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed, monkeypatch.context() as patch:
@@ -218,7 +218,7 @@ ALL_STOCK = "wide_deep"
 
 
 def tiny_spec(model: str) -> CompareSpec:
-    """What ``demo --model`` runs, on few clicks of a history and against one stock plan."""
+    """Returns what ``demo --model`` runs, on few clicks of a history and against one stock plan."""
     options = TINY if model == ALL_STOCK else [*TINY, "--hot-rows", "50"]
     spec = demo_spec(make_parser("0").parse_args(["demo", "--model", model, *options]))
     data = dataclasses.replace(spec.config.data, max_history=4, row_scale=0.0005)

@@ -137,7 +137,9 @@ REFUSALS: list[tuple[list[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "words"), REFUSALS, ids=[" ".join(of) for of, _ in REFUSALS])
+@pytest.mark.parametrize(
+    ("options", "words"), REFUSALS, ids=[" ".join(item) for item, _ in REFUSALS]
+)
 def test_what_cannot_be_planned_is_refused(
     options: list[str], words: str, tmp_path: Path, config: str, capsys: Capture
 ) -> None:
@@ -287,7 +289,7 @@ UNCOUNTED: list[tuple[list[str], str]] = [
 
 @pytest.fixture
 def places(tmp_path: Path, clicks: str, config: str) -> dict[str, str]:
-    """What words of the refusals stand for; a Criteo file has all 26 tables."""
+    """Returns what words of the refusals stand for; a Criteo file has all 26 tables."""
     out, criteo = str(tmp_path / "stats.parquet"), tmp_path / "criteo.yaml"
     criteo.write_text(TINY_CONFIG.replace("num_tables: 4", "max_rows: 50"))
     files = {"OUT": out, "CLICKS": clicks, "CONFIG": config, "CRITEO": str(criteo)}

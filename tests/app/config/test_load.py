@@ -136,7 +136,7 @@ def test_keys_of_another_mapping_are_merged_and_may_be_given_anew(tmp_path: Path
         "  b: {<<: *a, steps: 9}\n"
     )
     checks = load_rules(QualityConfig, path).checks or {}
-    assert [(of.baseline, of.steps) for of in checks.values()] == [("y.yaml", 7), ("y.yaml", 9)]
+    assert [(one.baseline, one.steps) for one in checks.values()] == [("y.yaml", 7), ("y.yaml", 9)]
 
 
 def test_a_mapping_that_may_be_left_out() -> None:

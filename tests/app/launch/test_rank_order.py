@@ -127,7 +127,7 @@ def test_each_two_hosts_meet_once(num_hosts: int) -> None:
 
 
 def told(*hosts: str, order: list[str] | None = None) -> list[dict[str, Any]]:
-    """What ranks on these hosts tell."""
+    """Returns what ranks on these hosts tell."""
     return [
         {"host": host, "place": hosts[:rank].count(host), "order": order}
         for rank, host in enumerate(hosts)

@@ -83,7 +83,7 @@ def test_more_folds_tell_smaller_differences() -> None:
     ours, other = _scores(1.0, 2), _scores(1.04, 3)
     one = paired_bootstrap([ours], [other])
     # scores of another scale: samples of two folds are never put in one order
-    shifted = [dataclasses.replace(of, scores_NT=of.scores_NT + 100) for of in (ours, other)]
+    shifted = [dataclasses.replace(each, scores_NT=each.scores_NT + 100) for each in (ours, other)]
     four = paired_bootstrap([ours, shifted[0]] * 2, [other, shifted[1]] * 2)
     assert four.difference == pytest.approx(one.difference, abs=1e-4)
     assert (four.high - four.low) / (one.high - one.low) == pytest.approx(0.5, abs=0.1)
@@ -206,4 +206,4 @@ def test_sides_and_folds_train_as_asked(tmp_path: Path, monkeypatch: pytest.Monk
         *(("dlrm", 1, 7, 0.1), ("dlrm", 3, 7, 0.1)),
         *((linear, 1, 5, 0.2), (linear, 3, 5, 0.2)),
     ]
-    assert {(of.seed, of.data.path) for of in trained} == {(4, "samples.parquet")}
+    assert {(each.seed, each.data.path) for each in trained} == {(4, "samples.parquet")}

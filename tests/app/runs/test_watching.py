@@ -100,10 +100,10 @@ def test_curves_are_of_the_whole_training(runs: Runs) -> None:
     assert [loss for _, loss in curves["train/loss"]] == pytest.approx(losses, rel=FLOAT32)
     aucs = [(STEPS, found["watched"]["auc"]), (RESUMED_STEPS, found["resumed"]["auc"])]
     assert curves["heldout/auc"] == [(step, pytest.approx(auc, rel=FLOAT32)) for step, auc in aucs]
-    for (_, of_both), (_, of_one) in zip(
+    for (_, both), (_, single) in zip(
         curves["train/samples_per_s"], curves["pipeline/samples_per_s"]
     ):
-        assert 0 < of_both < 2 * of_one * (1 + FLOAT32)  # the clock runs between steps, too
+        assert 0 < both < 2 * single * (1 + FLOAT32)  # the clock runs between steps, too
 
 
 def test_stock_pipelines_have_the_curves_of_the_run(runs: Runs) -> None:
@@ -175,7 +175,7 @@ Curve = list[tuple[int, float]]
 def curves_in(folder: Path) -> dict[str, Curve]:
     events = EventAccumulator(str(folder)).Reload()
     return {
-        name: [(of.step, of.value) for of in events.Scalars(name)]
+        name: [(one.step, one.value) for one in events.Scalars(name)]
         for name in events.Tags()["scalars"]
     }
 
@@ -209,7 +209,7 @@ def test_each_step_is_a_point(trained: Trained) -> None:
     for name in ("samples_per_s", "exposed_share", "sent_bytes", "coverage", "peak_bytes"):
         steps, values = zip(*curves[f"pipeline/{name}"])
         assert list(steps) == list(POINTS)
-        assert list(values) == pytest.approx([getattr(of, name) for of in reports], rel=FLOAT32)
+        assert list(values) == pytest.approx([getattr(one, name) for one in reports], rel=FLOAT32)
     looks = [reports[2].refreshed, reports[5].refreshed]
     assert [step for step, _ in curves["pipeline/rows_moved"]] == [POINTS[2], POINTS[5]]
     moved = [value for _, value in curves["pipeline/rows_moved"]]
@@ -217,18 +217,18 @@ def test_each_step_is_a_point(trained: Trained) -> None:
     assert sum(moved) > 0
     loads = [value for _, value in curves["pipeline/busiest_home"]]
     uses = [look.home_uses_W for look in looks if look is not None]
-    assert loads == pytest.approx([max(of) / fmean(of) for of in uses], rel=FLOAT32)
+    assert loads == pytest.approx([max(one) / fmean(one) for one in uses], rel=FLOAT32)
 
 
 def test_a_point_may_be_of_several_steps(trained: Trained) -> None:
     folder, reports = trained
     curves = curves_in(folder / "third")
     windows = [reports[:2], reports[2:5], reports[5:8]]  # steps 11 to 12, to 15, to 18
-    seconds = [sum(of.seconds for of in window) for window in windows]
+    seconds = [sum(one.seconds for one in window) for window in windows]
     expected = {
         "samples_per_s": [JOB.batch_size(0) * len(w) / s for w, s in zip(windows, seconds)],
-        "exposed_share": [sum(of.exposed_s for of in w) / s for w, s in zip(windows, seconds)],
-        "sent_bytes": [fmean(of.sent_bytes for of in window) for window in windows],
+        "exposed_share": [sum(one.exposed_s for one in w) / s for w, s in zip(windows, seconds)],
+        "sent_bytes": [fmean(one.sent_bytes for one in window) for window in windows],
     }
     for name, values in expected.items():
         points = curves[f"pipeline/{name}"]

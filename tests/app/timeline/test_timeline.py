@@ -70,19 +70,19 @@ def test_every_exchange_is_there_and_says_how_its_end_is_known() -> None:
     spans = [s for s in timeline.spans if s.kind == "exchange" and s.step in (2, 3)]
     assert all(span.start_ms < span.end_ms for span in spans)
     found = [(span.step, span.op) for span in spans]
-    of_ddp = (Op("forward", 0, 0), Op("backward", 0, 0))  # which agrees on buckets, and sums them
-    own = [op for op in found if op[1] not in of_ddp]
+    by_ddp = (Op("forward", 0, 0), Op("backward", 0, 0))  # which agrees on buckets, and sums them
+    own = [op for op in found if op[1] not in by_ddp]
     assert len(own) == len(set(own))
     posting = [op for op in SCHEDULE if KINDS[op.kind].sends and op != Op("backward", 0, 1)]
     sometimes = ("fetch_clean", "fetch_dirty", "read_hot")
     always = {op for op in posting if op.kind not in sometimes} | {Op("backward", 0, 0)}
     # there may be no clean rows, or no dirty ones in a chunk; replicas are rarely filled
     for step in (2, 3):
-        ops = {op for of_step, op in found if of_step == step}
-        assert always <= ops <= {*posting, *of_ddp}
+        ops = {op for in_step, op in found if in_step == step}
+        assert always <= ops <= {*posting, *by_ddp}
         assert any(op.kind.startswith("fetch") for op in ops)
     for span in spans:
-        if span.op not in of_ddp:
+        if span.op not in by_ddp:
             assert span.ends == (DONE if span.op.kind in ALL_REDUCES else WAITED_FOR)
 
 
@@ -165,4 +165,4 @@ def _profile(*events_ms: tuple[str, float, float]) -> Any:
             name=name, time_range=SimpleNamespace(start=start_ms * 1e3, end=end_ms * 1e3)
         )
 
-    return SimpleNamespace(events=lambda: [event(*of) for of in events_ms])
+    return SimpleNamespace(events=lambda: [event(*each) for each in events_ms])

@@ -37,7 +37,7 @@ def clicks_of(
 ) -> Clicks:
     return Clicks(
         targets={"item": np.array(targets)},
-        histories={"item": History.from_lists([np.array(of, dtype=np.int64) for of in lists])},
+        histories={"item": History.from_lists([np.array(each, dtype=np.int64) for each in lists])},
         profiles={"user": np.array(users)} if users else {},
         clicked=np.array(clicked or [0] * len(targets), dtype=np.float32),
     )
@@ -48,12 +48,12 @@ def make_clicks() -> Clicks:
 
 
 def test_lists_come_back() -> None:
-    history = History.from_lists([np.array(of, dtype=np.int64) for of in LISTS])
+    history = History.from_lists([np.array(each, dtype=np.int64) for each in LISTS])
     assert len(history) == len(LISTS)
-    assert [of.tolist() for of in history] == LISTS
+    assert [each.tolist() for each in history] == LISTS
     assert history.lengths_n.tolist() == [2, 0, 3, 1]
     assert history.take(np.array([2, 1])).joined().tolist() == [9, 9, 1]
-    assert [of.tolist() for of in history.hashed(4)] == [[0, 1], [], [1, 1, 1], [2]]
+    assert [each.tolist() for each in history.hashed(4)] == [[0, 1], [], [1, 1, 1], [2]]
 
 
 def test_no_lists_have_no_ids() -> None:
@@ -131,8 +131,8 @@ def test_a_history_adds_up_its_pairs() -> None:
     targets = rng.integers(NUM_IDS, size=len(lists)).tolist()
     found = co_action_logits(clicks_of(targets, lists), seed=3)
     expected = [
-        sum(pairs[target, click] for click in of) / np.sqrt(max(1, len(of)))
-        for target, of in zip(targets, lists)
+        sum(pairs[target, click] for click in each) / np.sqrt(max(1, len(each)))
+        for target, each in zip(targets, lists)
     ]
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
     # neither the target alone nor the click alone tells a pair: what both add up to leaves most
@@ -157,7 +157,7 @@ def test_labels_follow_the_teacher_and_the_seed() -> None:
 def test_a_source_takes_its_labels_from_the_teacher() -> None:
     own = DataConfig(kind="clicks", batch_size=64, max_rows=50)
     taught = dataclasses.replace(own, labels="co_action")
-    batches = [next(make_source(of, 0).batches(0, 1)) for of in (own, taught, taught)]
+    batches = [next(make_source(each, 0).batches(0, 1)) for each in (own, taught, taught)]
     values = [batch.sparse_features.values() for batch in batches]
     assert values[0].equal(values[1])
     assert not batches[0].labels.equal(batches[1].labels)
@@ -166,10 +166,10 @@ def test_a_source_takes_its_labels_from_the_teacher() -> None:
 
 def test_the_seed_draws_the_dense_weights() -> None:
     first, again, other = (build_din(make_clicks(), seed=seed) for seed in (0, 0, 1))
-    weights = [of.head.model.over_arch[0].weight for of in (first, again, other)]
+    weights = [each.head.model.over_arch[0].weight for each in (first, again, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
-    assert all(of.is_meta for of in first.embeddings.parameters())
+    assert all(each.is_meta for each in first.embeddings.parameters())
 
 
 NUM_ROWS, GROUP_ROWS, WINDOW = 600, 100, 250
@@ -210,10 +210,10 @@ def test_windows_are_whole_row_groups(path: Path, most_samples: int, expected: l
     assert list(map(len, windows)) == expected
     assert [file.num_samples(number) for number in range(len(windows))] == expected
     whole = read_clicks(path)
-    joined = np.concatenate([of.histories["brand"].joined() for of in windows])
+    joined = np.concatenate([each.histories["brand"].joined() for each in windows])
     assert joined.tolist() == whole.histories["brand"].joined().tolist()
     for column in whole.profiles:
-        together = np.concatenate([of.profiles[column] for of in windows])
+        together = np.concatenate([each.profiles[column] for each in windows])
         assert together.tolist() == whole.profiles[column].tolist()
 
 

@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused_by_name(
     kind: str, data: DataConfig, sizes: Any, features: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        made(kind, data, sizes, **{name: FeatureConfig(**of) for name, of in features.items()})
+        made(kind, data, sizes, **{name: FeatureConfig(**each) for name, each in features.items()})
     assert words in str(caught.value)
 
 

@@ -82,12 +82,12 @@ def test_folds_are_held_out_in_turn(
     everything = np.concatenate([chunk.labels_N for chunk in read_criteo(path)])
     if block_bytes is not None:
         monkeypatch.setattr(criteo_files, "_TEXT_BLOCK_BYTES", block_bytes)
-    of_fold = source(path, heldout_steps=2, heldout_fold=fold)
-    kept_out = torch.cat([batch.labels for batch in of_fold.heldout(0, 1)])
+    fold_source = source(path, heldout_steps=2, heldout_fold=fold)
+    kept_out = torch.cat([batch.labels for batch in fold_source.heldout(0, 1)])
     first, behind = 16 * fold, 16 * fold + 16
     assert kept_out.tolist() == everything[first:behind].tolist()
     trained = np.delete(everything, np.arange(first, behind))
-    labels = torch.cat([batch.labels for batch in itertools.islice(of_fold.batches(0, 1), 11)])
+    labels = torch.cat([batch.labels for batch in itertools.islice(fold_source.batches(0, 1), 11)])
     assert labels.tolist() == np.tile(trained, 2)[:88].tolist()
     assert everything[:16].tolist() != everything[16:32].tolist()
 

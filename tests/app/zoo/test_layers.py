@@ -77,10 +77,10 @@ def test_an_attention_unit_is_a_loop_over_clicks() -> None:
     expected = torch.stack(
         [
             sum(
-                (unit.weigh(torch.cat([row, of, row * of])) * row for row in rows),
+                (unit.weigh(torch.cat([row, each, row * each])) * row for row in rows),
                 start=torch.zeros(D),
             )
-            for of, rows in zip(target, histories.to_dense())
+            for each, rows in zip(target, histories.to_dense())
         ]
     )
     torch.testing.assert_close(unit(target, histories), expected)
@@ -91,11 +91,11 @@ def test_an_augru_is_its_cell_in_a_loop() -> None:
     inputs = torch.randn(B, T, D)
     state = torch.zeros(B, H)
     for t in range(T):
-        of_input = gru.from_input(inputs[:, t])
-        update, reset = torch.sigmoid(of_input[:, : 2 * H] + gru.gates_from_state(state)).chunk(
+        input_gates = gru.from_input(inputs[:, t])
+        update, reset = torch.sigmoid(input_gates[:, : 2 * H] + gru.gates_from_state(state)).chunk(
             2, 1
         )
-        new = torch.tanh(of_input[:, 2 * H :] + gru.new_from_state(reset * state))
+        new = torch.tanh(input_gates[:, 2 * H :] + gru.new_from_state(reset * state))
         scaled = weights[:, t : t + 1] * update
         state = (1 - scaled) * state + scaled * new
     torch.testing.assert_close(gru(inputs, weights), state)
@@ -104,11 +104,11 @@ def test_an_augru_is_its_cell_in_a_loop() -> None:
 def test_attention_of_interests_is_a_softmax_over_what_is_there() -> None:
     attention, states, target = InterestAttention(H, D), torch.randn(B, T, H), torch.randn(B, D)
     found = attention(states, target, _there())
-    for of, state, wanted, length in zip(found, states, target, LENGTHS):
+    for each, state, wanted, length in zip(found, states, target, LENGTHS):
         there = min(length, T)
         expected = torch.softmax(state[:there] @ attention.fit(wanted), dim=0)
-        torch.testing.assert_close(of[:there], expected)
-        assert not of[there:].any()
+        torch.testing.assert_close(each[:there], expected)
+        assert not each[there:].any()
 
 
 def test_an_auxiliary_loss_is_a_sum_over_clicks_and_a_mean_over_samples() -> None:
@@ -125,7 +125,7 @@ def test_an_auxiliary_loss_is_a_sum_over_clicks_and_a_mean_over_samples() -> Non
     found = module(states, clicks, negatives.values())
     torch.testing.assert_close(found, expected)
     cut = split_batch([states, clicks, negatives], [2, B - 2])
-    halves = [module(of[0], of[1], of[2].values()) for of in cut]
+    halves = [module(each[0], each[1], each[2].values()) for each in cut]
     torch.testing.assert_close(halves[0] * 2 / B + halves[1] * (B - 2) / B, found)
 
 

@@ -91,23 +91,28 @@ class ModelCase:
 
 CASES = {
     "logistic_regression": ModelCase(
-        (group("wide", (*ONE_HOT, *TARGETS), 4),), lambda of: LogisticRegression(of, NUM_DENSE)
+        (group("wide", (*ONE_HOT, *TARGETS), 4),),
+        lambda groups: LogisticRegression(groups, NUM_DENSE),
     ),
-    "pooled_history": ModelCase(CLICKS, lambda of: PooledHistory(of, NUM_DENSE, (16,), "tanh")),
-    "wide_deep": ModelCase(WIDE, lambda of: WideDeep(of, NUM_DENSE, (16, 8))),
-    "deepfm": ModelCase(WIDE, lambda of: DeepFM(of, NUM_DENSE, (16, 8))),
-    "din": ModelCase(CLICKS, lambda of: DIN(of, NUM_DENSE, 6, (16,), "tanh")),
+    "pooled_history": ModelCase(
+        CLICKS, lambda groups: PooledHistory(groups, NUM_DENSE, (16,), "tanh")
+    ),
+    "wide_deep": ModelCase(WIDE, lambda groups: WideDeep(groups, NUM_DENSE, (16, 8))),
+    "deepfm": ModelCase(WIDE, lambda groups: DeepFM(groups, NUM_DENSE, (16, 8))),
+    "din": ModelCase(CLICKS, lambda groups: DIN(groups, NUM_DENSE, 6, (16,), "tanh")),
     "dien": ModelCase(
         (*CLICKS, group("negatives", NEGATIVES, tables_of="target")),
-        lambda of: DIEN(of, NUM_DENSE, 6, (16,), activation="tanh"),
+        lambda groups: DIEN(groups, NUM_DENSE, 6, (16,), activation="tanh"),
     ),
-    "mmoe": ModelCase((FIELDS,), lambda of: MMoE(of, NUM_DENSE, 3, (12, 6), (5,)), num_tasks=2),
+    "mmoe": ModelCase(
+        (FIELDS,), lambda groups: MMoE(groups, NUM_DENSE, 3, (12, 6), (5,)), num_tasks=2
+    ),
     "can": ModelCase(
         (*CLICKS, group("network", TARGETS, 8 * 4 + 4 * 4), group("read", HISTORIES)),
-        lambda of: CAN(of, NUM_DENSE, (8, 4, 4), 2, 6, (16,), "tanh"),
+        lambda groups: CAN(groups, NUM_DENSE, (8, 4, 4), 2, 6, (16,), "tanh"),
     ),
     "wukong": ModelCase((FIELDS,), lambda g: Wukong(g, NUM_DENSE, (12,), 2, 3, 4, 5, (16,), (8,))),
-    "dhen": ModelCase((FIELDS,), lambda of: DHEN(of, NUM_DENSE, 2, 4, 2, (16,))),
+    "dhen": ModelCase((FIELDS,), lambda groups: DHEN(groups, NUM_DENSE, 2, 4, 2, (16,))),
     "hstu": ModelCase(
         (
             group("target", TARGETS, kind="sequence"),
@@ -115,12 +120,12 @@ CASES = {
             group("cross", CROSSES[:1], kind="sequence"),
             group("cross_history", CROSSES[1:], tables_of="cross"),
         ),
-        lambda of: HSTU(of, LONGEST, 2, 8, 2, (6,), num_candidates=3),
+        lambda groups: HSTU(groups, LONGEST, 2, 8, 2, (6,), num_candidates=3),
         num_tasks=2,
         num_candidates=3,
         num_dense=LONGEST,
     ),
-    "tbsm": ModelCase(CLICKS, lambda of: TBSM(of, NUM_DENSE, (7,), (6,), (9,))),
+    "tbsm": ModelCase(CLICKS, lambda groups: TBSM(groups, NUM_DENSE, (7,), (6,), (9,))),
 }
 
 
@@ -154,7 +159,7 @@ def batch_of(name: str, step: int, num_samples: int = 24) -> Batch:
         dense_features=dense,
         sparse_features=KeyedJaggedTensor(
             keys=list(lengths),
-            values=torch.cat([draw(column, int(of.sum())) for column, of in lengths.items()]),
+            values=torch.cat([draw(column, int(each.sum())) for column, each in lengths.items()]),
             lengths=torch.cat(list(lengths.values())),
         ),
         labels=torch.randint(2, shape, generator=generator).float(),
@@ -205,7 +210,7 @@ def sharded(
     if after is not None:
         after(sharded.module)
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    wrapped = KeyedOptimizerWrapper(dense, lambda of: torch.optim.SGD(of, lr=0.1))
+    wrapped = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.1))
     return sharded, CombinedOptimizer([sharded.fused_optimizer, wrapped])
 
 
@@ -228,7 +233,9 @@ def test_a_loss_is_a_mean_over_samples_and_reaches_every_weight(name: str) -> No
     assert torch.equal(loss, same)
     assert logits.shape == labels.shape == batch.labels.shape
     loss.backward()
-    without = [key for key, of in model.named_parameters() if of.grad is None or not of.grad.any()]
+    without = [
+        key for key, one in model.named_parameters() if one.grad is None or not one.grad.any()
+    ]
     assert not without
     alone = [model(sample)[1][1] for sample in split_batch(batch, [1, 1, 1, 1, 20])[:4]]
     torch.testing.assert_close(torch.cat(alone), logits[:4])
@@ -294,8 +301,8 @@ WRAPPED: dict[str, dict[str, Callable[[nn.Module], None]]] = {
 
 def _dense_weights(model: nn.Module) -> list[Tensor]:
     return [
-        of.full_tensor() if isinstance(of, DTensor) else of.detach().clone()
-        for of in model.module.head.parameters()
+        each.full_tensor() if isinstance(each, DTensor) else each.detach().clone()
+        for each in model.module.head.parameters()
     ]
 
 

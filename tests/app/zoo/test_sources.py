@@ -117,8 +117,8 @@ def test_labels_depend_on_the_ids() -> None:
 
 def test_sines_change_the_labels_and_nothing_else() -> None:
     own, sines = (
-        next(make(row_scale=0.0005, num_tasks=2, labels=of, batch_size=4000).batches(0, 1))
-        for of in ("own", "sines")
+        next(make(row_scale=0.0005, num_tasks=2, labels=each, batch_size=4000).batches(0, 1))
+        for each in ("own", "sines")
     )
     assert torch.equal(own.sparse_features.values(), sines.sparse_features.values())
     assert torch.equal(own.dense_features, sines.dense_features)
@@ -133,13 +133,13 @@ def source(num_fields: int, max_rows: int, seed: int = 1) -> FieldsSource:
 def test_fields_keep_to_their_bounds_and_differ() -> None:
     fields = draw_fields(60, 100_000, seed=0)
     assert fields == draw_fields(60, 100_000, seed=0) != draw_fields(60, 100_000, seed=1)
-    assert len({of.table for of in fields}) == 60
-    assert {of.dim for of in fields} == {8, 16, 32, 64}
-    assert {of.mean for of in fields} == {True, False}
-    assert {of.pooling_factor for of in fields} == set(range(1, 9))
-    assert all(1_000 <= of.num_embeddings <= 100_000 for of in fields)
-    assert all(0.4 <= of.exponent <= 1.3 for of in fields)
-    assert sum(of.num_embeddings < 10_000 for of in fields) == pytest.approx(30, abs=12)
+    assert len({each.table for each in fields}) == 60
+    assert {each.dim for each in fields} == {8, 16, 32, 64}
+    assert {each.mean for each in fields} == {True, False}
+    assert {each.pooling_factor for each in fields} == set(range(1, 9))
+    assert all(1_000 <= each.num_embeddings <= 100_000 for each in fields)
+    assert all(0.4 <= each.exponent <= 1.3 for each in fields)
+    assert sum(each.num_embeddings < 10_000 for each in fields) == pytest.approx(30, abs=12)
 
 
 def test_a_configuration_names_their_number_and_largest_table() -> None:

@@ -66,8 +66,8 @@ def test_samples_of_candidates_are_those_of_a_loop() -> None:
         assert made.clicked[sample].tolist() == [[hit, hit and reads_on] for hit in is_click]
         ages = [*(seconds[click] - seconds[before]), *[0] * (LONGEST_READ - len(before))]
         assert dense[sample].tolist() == ages
-        for of, ids in ((items, crossed[sample]), (log["item"][before], lists[sample])):
-            assert ids.tolist() == hashed_pairs(of, np.full(len(of), user), 0, 50).tolist()
+        for each, ids in ((items, crossed[sample]), (log["item"][before], lists[sample])):
+            assert ids.tolist() == hashed_pairs(each, np.full(len(each), user), 0, 50).tolist()
     assert 0.05 < made.clicked[:, 0, 1].mean() < 0.95
 
 
@@ -101,7 +101,7 @@ def _changed(batch: Batch, column: str, places: Tensor) -> Batch:
 def _run(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logits, and the tokens after the last layer."""
     tokens: list[Tensor] = []
-    hook = model.head.model.layers[-1].register_forward_hook(lambda *of: tokens.append(of[2]))
+    hook = model.head.model.layers[-1].register_forward_hook(lambda *call: tokens.append(call[2]))
     with torch.no_grad():
         logits = model(batch)[1][1]
     hook.remove()
@@ -213,7 +213,7 @@ def test_a_warm_up_writes_the_rates_of_each_step() -> None:
     )
     found = run_ranks(_rates, 1, tiny(steps=6, optimizer=optimizer), timeout_s=120)[0]
     shares = [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert [set(rates) for rates in found] == [{0.4 * of, 0.2 * of} for of in shares]
+    assert [set(rates) for rates in found] == [{0.4 * each, 0.2 * each} for each in shares]
 
 
 def _moved(rank: int, world_size: int, config: TrainConfig) -> tuple[float, set[float]]:
@@ -222,7 +222,7 @@ def _moved(rank: int, world_size: int, config: TrainConfig) -> tuple[float, set[
     trainer = Trainer(config, source)
     (_, (_, dense)) = trainer.optimizer.optimizers
     weights = [weight for group in dense.param_groups for weight in group["params"]]
-    trained = {float(of["step"]) for of in dense.state.values() if "step" in of}
+    trained = {float(each["step"]) for each in dense.state.values() if "step" in each}
     before = [weight.detach().clone() for weight in weights]
     trainer.train(source.batches(rank, world_size), 1)
     changes = [(old - new).norm() for old, new in zip(before, weights)]
@@ -243,8 +243,8 @@ def test_all_dense_gradients_together_are_clipped() -> None:
 def test_it_trains_as_stock_with_its_own_optimizers() -> None:
     config = tiny(steps=12)
     ours, stock = (
-        run_ranks(score_on_rank, 2, of, timeout_s=120)[0]
-        for of in (as_hot_cold(config, 50, 2), as_stock(config))
+        run_ranks(score_on_rank, 2, each, timeout_s=120)[0]
+        for each in (as_hot_cold(config, 50, 2), as_stock(config))
     )
     np.testing.assert_allclose(ours.losses, stock.losses, rtol=1e-4)
     assert len(ours) == 2 * 16 * 3 * C
