@@ -220,6 +220,20 @@ def test_bags_wait_for_the_header_alone(num_parts: int) -> None:
     assert wait.startswith("exchange/header.py"), device.table()
 
 
+def test_means_of_own_batch_sizes_wait_for_nothing() -> None:
+    world = make_world(2, ALL_KINDS[:2])
+    put_on_device(world)
+    lookups = on_device({"values": torch.zeros(5).long(), "lengths": torch.ones(5).int()})
+    sizes: Any = [[2], [0], [3]]
+    with in_place_of_the_device(), PretendedDevice() as device:
+        features = KeyedJaggedTensor(["a0", "b0", "b1"], **lookups, stride_per_key_per_rank=sizes)
+        (request,) = RowRequest(world.groups[0], [features]).by_route
+    assert not device.mixed
+    assert not device.syncs, device.table()
+    ((are_means,),) = request.cut.mean_MK
+    assert on_host(are_means).tolist() == [False] * 2 + [True] * 3
+
+
 def test_few_keys_are_sorted_as_integers_of_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     dtypes = []
 

@@ -399,7 +399,9 @@ def _shifted(parts: Sequence[tuple[dict[str, int], PoolingIndex]]) -> list[Pooli
 
 
 def _flags(mean_F: Tensor, size: int | None, bags_F: Sequence[int]) -> Tensor:
-    """Whether each bag is averaged; bags are ordered by sample, or by feature without a size."""
+    """Whether each bag is averaged; bags are ordered by sample, or by feature without a size. No
+    host sync."""
     if size is not None:
         return mean_F.repeat(size)
-    return mean_F.repeat_interleave(torch.tensor(bags_F, device=mean_F.device))
+    on_device = _on_device(mean_F.device, tuple(bags_F))
+    return mean_F.repeat_interleave(on_device, output_size=sum(bags_F))

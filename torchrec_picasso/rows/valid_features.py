@@ -209,7 +209,7 @@ def padded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     features.
     """
     lengths_S, num_features = features.lengths(), len(features.keys())
-    sizes_F = torch.tensor(features.stride_per_key(), device=lengths_S.device)
+    sizes_F = torch.tensor(features.stride_per_key()).to(lengths_S.device, non_blocking=True)
     most = max(features.stride_per_key())
     # Mask (F, B_max) of the bags that exist; masked_scatter_ copies the lengths, which are ordered
     # by feature, into it. Values do not change: padded bags are empty.
