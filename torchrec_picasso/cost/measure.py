@@ -30,7 +30,7 @@ _BYTES_PER_FLOAT = 4
 _MIN_BYTES, _GROWTH = 4 << 10, 4
 _MIN_SIZES = 2  # a slope needs two points
 _WARMUPS, _MIN_REPEATS, _MAX_REPEATS = 2, 3, 40
-_MORE_TIMES = 2  # that a disturbed size is measured
+_MORE_TIMES = 4  # that a disturbed size is measured
 _SHARE = 1 / 3
 _LATE_MS = 1.0  # delay of the late rank
 _CALLS = {**dict.fromkeys(COLLECTIVES, 1), **dict.fromkeys(LEVELS, 4)}
@@ -117,19 +117,20 @@ class Measurement:
                 if name in COLLECTIVES:  # a caller counts on as many calls without levels
                     self.advance(f"{name}, {size >> 10} KiB")
         curves = {name: Curve.fit(*zip(*found)) for name, found in points.items()}
-        for _ in range(_MORE_TIMES):
-            curves = {name: self._again(name, curve, sizes) for name, curve in curves.items()}
-        return curves
+        return {name: self._again(name, curve, sizes) for name, curve in curves.items()}
 
     def _again(self, name: str, curve: Curve, sizes: list[int]) -> Curve:
-        """Measures disturbed sizes again, in a part of the remaining time, and takes the shorter
-        time: a disturbance only adds to it."""
+        """Measures disturbed sizes again, in a part of the remaining time, and takes the median:
+        steps may have the longer time often, or seldom."""
         ms = list(curve.ms)
         for index in curve.find_disturbed():
-            share_s = _SHARE * self._left_s()
-            if ms[index] * _CALLS[name] * (_WARMUPS + _MIN_REPEATS) / 1e3 <= share_s:
-                _, again_ms = self._point(name, sizes[index], min(self.seconds_per_point, share_s))
-                ms[index] = min(ms[index], again_ms)
+            times = [ms[index]]
+            for _ in range(_MORE_TIMES):
+                share_s = _SHARE * self._left_s()
+                if ms[index] * _CALLS[name] * (_WARMUPS + _MIN_REPEATS) / 1e3 <= share_s:
+                    seconds = min(self.seconds_per_point, share_s)
+                    times.append(self._point(name, sizes[index], seconds)[1])
+            ms[index] = median(times)
         return Curve.fit(curve.sent_bytes, ms)
 
     def _core_ns_per_byte(self, row_exchange: Curve) -> float | None:
