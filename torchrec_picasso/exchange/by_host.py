@@ -1,4 +1,4 @@
-"""Exchanges between ranks that ask and home ranks: direct, or in two parts by host.
+"""Exchanges between ranks that ask and home ranks, in two parts by host.
 
 Of Y hosts with L ranks, rank ``y L + l`` has *place* l on host y. By host, what goes to home ranks
 first goes *inside* the host, to the rank that has the home rank's place, the *relay*, and then
@@ -35,45 +35,10 @@ from torchrec_picasso._torchrec import QuantizedCommCodec
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import Agreement
 from torchrec_picasso.exchange.all_to_all import Ranks, is_on_gloo, ranks_of_part
-from torchrec_picasso.exchange.packed import PackedAllToAll, Payload
+from torchrec_picasso.exchange.packed import Exchanges, PackedAllToAll, Payload, Relayed
 from torchrec_picasso.exchange.waiting import Pending, wait_for
 
-Relayed = Callable[[], Sequence[Payload]]
-"""Returns the payloads of the second part, once those of the first have arrived at the relay."""
-
 _USE_ROWS = "use form='rows'"
-
-
-class Exchanges:
-    """Exchanges in which each rank sends to every other one."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def send_words(self, words_WX: Tensor) -> tuple[Pending, Tensor]:
-        """Starts sending the words for each rank, ``(W, X)``. Collective. The returned memory,
-        ``(W, X)``, will contain the words of each rank."""
-        received_WX, each = torch.empty_like(words_WX), [1] * len(words_WX)
-        payload = Payload(words_WX, each, received_WX, each)
-        return PackedAllToAll(self._ranks, [payload], len(words_WX)), received_WX
-
-    def start_sum(self, values: Tensor) -> Pending:
-        """Starts summing values, ``(n,)``, over ranks, in place. Collective; all ranks wait for
-        sums in one order."""
-        return self._ranks.start_sum(values)
-
-    def start(
-        self,
-        payloads: Sequence[Payload],
-        relayed: Relayed,
-        most_asked: int,
-        codec: QuantizedCommCodec | None = None,
-        *,
-        to_homes: bool,
-    ) -> Pending:
-        """Starts an exchange, to home ranks or back, as :class:`.PackedAllToAll`. Collective.
-        ``relayed`` is called by exchanges of two parts."""
-        return PackedAllToAll(self._ranks, payloads, most_asked, codec)
 
 
 class HostExchanges(Exchanges):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_picasso.exchange.by_host import Exchanges
+from torchrec_picasso.exchange.packed import Exchanges
 
 _NUM_OWN_WORDS = 3
 """Outside ids, bad weights, and the state: the flags below, then ``most_asked``."""

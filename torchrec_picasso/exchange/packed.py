@@ -6,7 +6,7 @@ one matrix both layouts are the same memory and nothing is copied. With several,
 before the exchange and split after it, one pass over the exchanged elements each.
 
 Shape letters: D dim; n rows sent, m received; h hot rows of this rank, t of any rank; P packs, or
-(pack, chunk) pairs; W ranks.
+(pack, chunk) pairs; W ranks; X words.
 
 Source: TorchRec ``distributed/comm_ops.py`` (sequence all-to-all, its codecs); PICASSO's Shuffle.
 """
@@ -94,6 +94,42 @@ class PackedAllToAll:
                 received = self._codec.decode(received, self._codec_ctx)
             _cut_by_rank(received, self._received_P, self._received_PW)
         self._has_ended = True
+
+
+Relayed = Callable[[], Sequence[Payload]]
+"""Returns the payloads of the second part, once those of the first have arrived at the relay."""
+
+
+class Exchanges:
+    """Exchanges in which each rank sends to every other one; ``by_host.py`` has those by host."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def send_words(self, words_WX: Tensor) -> tuple[Pending, Tensor]:
+        """Starts sending the words for each rank, ``(W, X)``. Collective. The returned memory,
+        ``(W, X)``, will contain the words of each rank."""
+        received_WX, each = torch.empty_like(words_WX), [1] * len(words_WX)
+        payload = Payload(words_WX, each, received_WX, each)
+        return PackedAllToAll(self._ranks, [payload], len(words_WX)), received_WX
+
+    def start_sum(self, values: Tensor) -> Pending:
+        """Starts summing values, ``(n,)``, over ranks, in place. Collective; all ranks wait for
+        sums in one order."""
+        return self._ranks.start_sum(values)
+
+    def start(
+        self,
+        payloads: Sequence[Payload],
+        relayed: Relayed,
+        most_asked: int,
+        codec: QuantizedCommCodec | None = None,
+        *,
+        to_homes: bool,
+    ) -> Pending:
+        """Starts an exchange, to home ranks or back, as :class:`.PackedAllToAll`. Collective.
+        ``relayed`` is called by exchanges of two parts."""
+        return PackedAllToAll(self._ranks, payloads, most_asked, codec)
 
 
 class HotReduction:

@@ -21,9 +21,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.all_to_all import Ranks
-from torchrec_picasso.exchange.by_host import Exchanges
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
-from torchrec_picasso.exchange.packed import Payload
+from torchrec_picasso.exchange.packed import Exchanges, Payload
 from torchrec_picasso.ops.id_reader import PreparedIds
 from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable, table_bases
 from torchrec_picasso.ops.pack_plan import PackPlan

@@ -215,7 +215,7 @@ class RowsRequest(RouteRequest):
     _lookups_MKJ: Sequence[Sequence[Sequence[int]]] = field(init=False)
     """Number of lookups of each segment."""
     _most_lookups: int = field(init=False)
-    """Of a row, 0 on the CPU."""
+    """Most lookups of a row; 0 on the CPU."""
     _used_P: Sequence[np.ndarray] = field(init=False)
     """Hot slots that this rank's batch uses, counted from 0 in the pack."""
     _touched_X: np.ndarray = field(init=False)

@@ -172,10 +172,9 @@ class BatchQueue:
             # The operations at the head of the schedule are of later batches, need no answer of
             # other ranks and change nothing of this batch or the model, so they run while the
             # answer and the rows of this batch travel.
-            ahead = takewhile(lambda op: KINDS[op.kind].leads, schedule)
-            missing = [op for op in ahead if op not in self._led]
-            self._run(missing)
-            self._led.update(missing)
+            ahead = [*takewhile(lambda op: KINDS[op.kind].leads, schedule)]
+            self._run(ahead)
+            self._led.update(ahead)
             flags = self._end_agreement(agreement)
             if flags.homes_written:
                 for each in inflight.groups:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from torchrec_picasso.app.cli.arguments import make_parser
 from torchrec_picasso.compat import FBGEMM_OF_TORCH, SUPPORTED_TORCH
-from torchrec_picasso.errors import PeerError, PicassoError
+from torchrec_picasso.errors import ConfigError, PeerError, PicassoError
 from torchrec_picasso.version import __version__
 
 EXIT_BAD_INPUT = 2
@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     if (problem := _why_incomplete()) is not None:
         return _say(problem, EXIT_FAILED)
+    if (problem := _why_no_config(args)) is not None:
+        return _say(problem, EXIT_BAD_INPUT)
     # here, not above: PyTorch and TorchRec take seconds to import
     from torchrec_picasso.app.launch.quiet import quiet_upstream
     from torchrec_picasso.app.launch.run_ranks import RankError
@@ -67,6 +69,18 @@ def _run(args: argparse.Namespace) -> int:
         if isinstance(cause, PicassoError) and not isinstance(cause, PeerError):
             return _say(str(cause), EXIT_BAD_INPUT)
         return _say(str(error), EXIT_FAILED)
+
+
+def _why_no_config(args: argparse.Namespace) -> str | None:
+    """Returns what is wrong with the configuration, before PyTorch is imported."""
+    try:
+        if getattr(args, "config", None) is not None:
+            import_module("torchrec_picasso.app.config").load_config(args.config)
+    except ConfigError as error:
+        return str(error)
+    except ModuleNotFoundError:  # the command says which
+        pass
+    return None
 
 
 def _why_incomplete() -> str | None:
