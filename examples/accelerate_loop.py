@@ -1,7 +1,7 @@
 """Under Hugging Face accelerate: `torchrun --nproc-per-node 2 examples/accelerate_loop.py`.
 
 Only the optimizer is prepared. The model is sharded and wrapped by DistributedModelParallel, the
-pipeline copies batches to the device and calls backward. Install requirements-examples.txt first.
+pipeline copies batches to the device and calls backward. Needs accelerate.
 """
 
 import torch

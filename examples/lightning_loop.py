@@ -1,7 +1,7 @@
 """Under PyTorch Lightning: `torchrun --nproc-per-node 2 examples/lightning_loop.py`.
 
 `training_step(dataloader_iter)` lets the pipeline read ahead. Optimization is manual: the pipeline
-calls backward and the optimizer. Install requirements-examples.txt first.
+calls backward and the optimizer. Needs pytorch-lightning.
 """
 
 import contextlib

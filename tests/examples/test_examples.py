@@ -4,7 +4,6 @@ import contextlib
 import io
 import re
 import runpy
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from tests.support.packaging import ROOT
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-OPTIONAL = {"lightning_loop": "pytorch_lightning", "accelerate_loop": "accelerate"}
 MOST_LINES, FEW_STEPS = 80, 5  # later a ReLU may have fallen to the other side
 
 
@@ -38,9 +36,6 @@ def losses_of(file: Path, world_size: int) -> list[float]:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 def test_it_trains(file: Path, world_size: int) -> None:
-    package = OPTIONAL.get(file.stem)
-    if package and find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; pip install -r requirements-examples.txt")
     assert len(file.read_text().splitlines()) <= MOST_LINES
     losses = losses_of(file, world_size)
     assert losses
