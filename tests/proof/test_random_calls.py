@@ -379,7 +379,7 @@ class Program:
             with self._following():
                 fake = call(*(each.fake for each in given))
                 self._follower.value_of(fake)
-            is_known = not (sizes.assumption() or sizes.complaint())
+            is_known = not (sizes.assumption() or sizes.refusal())
         except Exception:
             is_known, self._follower.reason = False, None
         if not is_known:  # or holds where other calls ensure it only

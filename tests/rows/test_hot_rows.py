@@ -6,20 +6,20 @@ from torch import Tensor
 
 from torchrec_picasso import Refresh
 from torchrec_picasso.errors import ConfigError
-from torchrec_picasso.rows.hot_rows import Census, choose_swaps
+from torchrec_picasso.rows.hot_rows import PackUses, choose_swaps
 
 HOT_USES = torch.tensor([9.0, 2.0, 5.0, 2.0])
 IDS = torch.tensor([40, 10, 30, 20])
 USES = torch.tensor([4.0, 8.0, 8.0, 2.4])
 
 
-def census(hot_uses: Tensor, ids: Tensor, uses: Tensor) -> Census:
-    return Census(hot_uses_H=hot_uses, candidate_ids_C=ids, candidate_uses_C=uses)
+def counted(hot_uses: Tensor, ids: Tensor, uses: Tensor) -> PackUses:
+    return PackUses(hot_uses_H=hot_uses, candidate_ids_C=ids, candidate_uses_C=uses)
 
 
 def swaps(deviations: float = 1.0, most: int = 4) -> tuple[list[int], list[int]]:
     leaving, entering = choose_swaps(
-        census(HOT_USES, IDS, USES), num_batches=1e9, deviations=deviations, most=most
+        counted(HOT_USES, IDS, USES), num_batches=1e9, deviations=deviations, most=most
     )
     return leaving.tolist(), IDS[entering].tolist()
 
@@ -36,7 +36,7 @@ def test_a_row_used_alike_does_not_enter() -> None:
     alike = torch.tensor([130.0, 100.0])  # 30 more, of 15.2 by chance
     for deviations, expected in ((2.0, []), (1.9, [0])):
         leaving, entering = choose_swaps(
-            census(hot, ids, alike), num_batches=1e9, deviations=deviations, most=2
+            counted(hot, ids, alike), num_batches=1e9, deviations=deviations, most=2
         )
         assert leaving.tolist() == entering.tolist() == expected
 
@@ -45,14 +45,14 @@ def test_a_row_of_every_batch_is_no_chance() -> None:
     hot, ids = torch.tensor([0.0]), torch.tensor([1])
     for uses, num_batches, enters in ((4.0, 4.0, True), (4.0, 40.0, False), (12.0, 40.0, True)):
         leaving, _ = choose_swaps(
-            census(hot, ids, torch.tensor([uses])), num_batches=num_batches, deviations=3.0, most=1
+            counted(hot, ids, torch.tensor([uses])), num_batches=num_batches, deviations=3.0, most=1
         )
         assert bool(leaving.numel()) is enters
 
 
 def test_rows_hardly_used_are_no_candidates() -> None:
     leaving, _ = choose_swaps(
-        census(torch.zeros(2), torch.tensor([1]), torch.tensor([0.9])),
+        counted(torch.zeros(2), torch.tensor([1]), torch.tensor([0.9])),
         num_batches=2,
         deviations=0.0,
         most=2,
@@ -69,7 +69,9 @@ def test_no_pair_is_left_that_should_have_changed(seed: int) -> None:
 
     hot, cold = uses(20), uses(50)
     ids = torch.randperm(50, generator=generator)
-    leaving, entering = choose_swaps(census(hot, ids, cold), num_batches=1e9, deviations=1, most=20)
+    leaving, entering = choose_swaps(
+        counted(hot, ids, cold), num_batches=1e9, deviations=1, most=20
+    )
     stay = torch.ones(20, dtype=torch.bool).index_fill_(0, leaving, False)
     out = torch.ones(50, dtype=torch.bool).index_fill_(0, entering, False)
     assert len(set(leaving.tolist())) == len(set(entering.tolist())) == len(leaving)
@@ -83,7 +85,7 @@ def test_no_pair_is_left_that_should_have_changed(seed: int) -> None:
     # the order in which homes name them changes nothing
     again = torch.randperm(50, generator=generator)
     left, entered = choose_swaps(
-        census(hot, ids[again], cold[again]), num_batches=1e9, deviations=1.0, most=20
+        counted(hot, ids[again], cold[again]), num_batches=1e9, deviations=1.0, most=20
     )
     assert left.tolist() == leaving.tolist()
     assert ids[again][entered].tolist() == ids[entering].tolist()

@@ -254,9 +254,9 @@ def _judge(result: Any, loss_reduction: str, follower: Follower) -> None:
         raise UnprovedError("the loss has no graph")
     _judge_backward(parts)
     _judge_output(output, "output", follower)
-    complaint = follower.sizes.assumption() or follower.sizes.complaint()
-    if complaint is not None:
-        raise UnprovedError(complaint)
+    refusal = follower.sizes.assumption() or follower.sizes.refusal()
+    if refusal is not None:
+        raise UnprovedError(refusal)
 
 
 def _judge_backward(losses: Sequence[Tensor]) -> None:

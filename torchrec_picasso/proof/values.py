@@ -195,7 +195,7 @@ class Sizes:
         """Records that a rule needs two equal numbers, which another operator must enforce."""
         self._wanted.append((one, other, where))
 
-    def complaint(self) -> str | None:
+    def refusal(self) -> str | None:
         """Describes a needed equality that no operator enforces; ``None`` = there is none."""
         for one, other, where in self._wanted:
             if not self.are_same(one, other):

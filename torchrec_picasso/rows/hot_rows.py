@@ -33,7 +33,7 @@ Swaps = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Census:
+class PackUses:
     """Access counts of the rows of one pack, equal on all ranks."""
 
     hot_uses_H: Tensor
@@ -76,14 +76,14 @@ class CountedRoute:
         """
         # largest number of rows of each pack that one evaluation may replace
         most_P = [max(1, int(policy.most_moved * s.num_hot_rows)) for s in self._storages]
-        census_P = self._take_census(most_P)
+        counted_P = self._gather_uses(most_P)
         swaps_P = [
-            choose_swaps(census, num_batches=num_batches, deviations=policy.deviations, most=most)
-            for census, most in zip(census_P, most_P)
+            choose_swaps(counted, num_batches=num_batches, deviations=policy.deviations, most=most)
+            for counted, most in zip(counted_P, most_P)
         ]
         moved_P = [leaving_s.numel() for leaving_s, _ in swaps_P]
         if any(moved_P):
-            self._change(census_P, swaps_P)
+            self._change(counted_P, swaps_P)
         tensors_P = [storage.tables.per_row() for storage in self._storages]
         row_bytes_P = [sum(rows.replicas[:1].nbytes for rows in tensors) for tensors in tensors_P]
         return sum(moved_P), sum(moved * size for moved, size in zip(moved_P, row_bytes_P))
@@ -91,10 +91,10 @@ class CountedRoute:
     def collect(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Collects the counts from all ranks, by table. Collective. Counts must be rescaled."""
         hot_P = self.route.hot_ids_by_pack()
-        census_P = self._take_census([_SAVED_A_SLOT * s.num_hot_rows for s in self._storages])
-        pairs = zip(self._packs, census_P)
+        counted_P = self._gather_uses([_SAVED_A_SLOT * s.num_hot_rows for s in self._storages])
+        pairs = zip(self._packs, counted_P)
         ids_n = torch.cat([ids for p, c in pairs for ids in (hot_P[p], c.candidate_ids_C)])
-        uses_n = torch.cat([uses for c in census_P for uses in (c.hot_uses_H, c.candidate_uses_C)])
+        uses_n = torch.cat([uses for c in counted_P for uses in (c.hot_uses_H, c.candidate_uses_C)])
         ids_n, order_n = ids_n.cpu().sort()
         uses_n = uses_n.cpu()[order_n]
         by_table = [found for found in self._by_table(ids_n) if len(found[2])]
@@ -119,7 +119,7 @@ class CountedRoute:
             is_here_c = route.space.block_rank_TW[block_c] == route.ranks.rank
             uses.homes_n[row_c[is_here_c]] = uses_n[~is_hot_n][is_here_c]
 
-    def _take_census(self, most_P: Sequence[int]) -> list[Census]:
+    def _gather_uses(self, most_P: Sequence[int]) -> list[PackUses]:
         """Collects counts from all ranks. Collective: one all-reduce, one all-gather. ``most_P`` is
         the largest number of candidates of a rank for each pack."""
         sums = torch.cat([uses.replicas_h for uses in self.uses_P])
@@ -129,13 +129,13 @@ class CountedRoute:
         named = [self._most_used(pack, uses.homes_n, most) for pack, uses, most in each_pack]
         gathered = self.route.ranks.gather(torch.cat(named, dim=1)).transpose(0, 1)
         hot_P = sums.split([storage.num_hot_rows for storage in self._storages])
-        census = []
+        counted = []
         # found: ids and counts of one pack; the last candidates of a rank may be padding (-1)
         for hot_H, found in zip(hot_P, gathered.split(list(most_P), dim=2)):
             ids_C, uses_C = found.reshape(2, -1).unbind()
             ids_C, uses_C = ids_C[ids_C >= 0].to(torch.int64), uses_C[ids_C >= 0].float()
-            census.append(Census(hot_H, ids_C, uses_C))
-        return census
+            counted.append(PackUses(hot_H, ids_C, uses_C))
+        return counted
 
     def _most_used(self, pack: int, uses_n: Tensor, most: int) -> Tensor:
         """Selects this rank's most used home rows: linear ids and access counts, float64, exact to
@@ -152,18 +152,18 @@ class CountedRoute:
         named[1, : rows_c.numel()] = uses_c[: rows_c.numel()]
         return named
 
-    def _change(self, census_P: Sequence[Census], swaps_P: Sequence[Swaps]) -> None:
-        """Replaces hot rows of the packs by their census and swaps. Collective."""
+    def _change(self, counted_P: Sequence[PackUses], swaps_P: Sequence[Swaps]) -> None:
+        """Replaces hot rows of the packs by their access counts and swaps. Collective."""
         route, ids_P, old_slot_P = self.route, self.route.hot_ids_by_pack(), []
         each_pack = list(zip(self._packs, self._storages, self.uses_P))
         # Slots are in the order of linear ids, so most replicas of a changed pack move.
-        for (pack, storage, uses), census, swaps in zip(each_pack, census_P, swaps_P):
+        for (pack, storage, uses), counted, swaps in zip(each_pack, counted_P, swaps_P):
             leaving_s, entering_s = swaps
             # the home rank of a leaving row continues from its count, which all ranks know
             row_s = storage.hot_homes.own_row_H[leaving_s]
-            uses.homes_n[row_s[row_s >= 0]] = census.hot_uses_H[leaving_s][row_s >= 0]
+            uses.homes_n[row_s[row_s >= 0]] = counted.hot_uses_H[leaving_s][row_s >= 0]
             ids_H = ids_P[pack].clone()
-            ids_H[leaving_s] = census.candidate_ids_C[entering_s]
+            ids_H[leaving_s] = counted.candidate_ids_C[entering_s]
             ids_P[pack], order_H = ids_H.sort()
             # old slot of each new slot; -1 = an entering row
             is_new_H = torch.zeros(len(ids_H), dtype=torch.bool, device=ids_H.device)
@@ -189,7 +189,7 @@ class CountedRoute:
             yield table, where, ids_n[where] - base
 
 
-def choose_swaps(census: Census, *, num_batches: float, deviations: float, most: int) -> Swaps:
+def choose_swaps(counted: PackUses, *, num_batches: float, deviations: float, most: int) -> Swaps:
     """Replaces the least used hot rows by the most used candidates; no communication.
 
     Ranks with equal arguments make equal choices: among equal counts, the rows with the smallest
@@ -200,9 +200,9 @@ def choose_swaps(census: Census, *, num_batches: float, deviations: float, most:
     deviations, under the model that each of ``num_batches`` counted batches, over all ranks, uses a
     row or not by chance. At most ``most`` rows change.
     """
-    hot_uses_H, candidate_uses_C = census.hot_uses_H, census.candidate_uses_C
+    hot_uses_H, candidate_uses_C = counted.hot_uses_H, counted.candidate_uses_C
     # two stable sorts: by count, and by id among equal counts
-    by_id = torch.argsort(census.candidate_ids_C)
+    by_id = torch.argsort(counted.candidate_ids_C)
     most_used = by_id[torch.argsort(candidate_uses_C[by_id], descending=True, stable=True)]
     least_used = torch.argsort(hot_uses_H, stable=True)
     num_pairs = min(most, most_used.numel(), least_used.numel())

@@ -98,7 +98,7 @@ class ShardedHotColdEmbeddingBagCollection(HotColdModule, ShardedEmbeddingBagCol
         return subset
 
     def join(self, outputs: Sequence[LazyAwaitable[KeyedTensor]]) -> LazyAwaitable[KeyedTensor]:
-        """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
+        """Joins the outputs of the modules that :meth:`split_by_kind` returns, in its order."""
 
         def joined() -> KeyedTensor:
             tensors, names = dict[str, Tensor](), list(self._embedding_names)

@@ -71,7 +71,7 @@ class ShardedHotColdEmbeddingCollection(HotColdModule, ShardedEmbeddingCollectio
     def join(
         self, outputs: Sequence[LazyAwaitable[dict[str, JaggedTensor]]]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
+        """Joins the outputs of the modules that :meth:`split_by_kind` returns, in its order."""
         names = [name for group_names in self._embedding_names_per_sharding for name in group_names]
 
         def joined() -> dict[str, JaggedTensor]:

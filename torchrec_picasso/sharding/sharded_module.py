@@ -1,7 +1,7 @@
 """The base of both kinds of sharded modules: their tables, and the features they look up.
 
 A schedule drives the exchange of hot/cold tables. A module that also has stock tables is split by
-:meth:`apart <HotColdModule.apart>` into two modules over the same rows, one with the hot/cold
+:meth:`.HotColdModule.split_by_kind` into two modules over the same rows, one with the hot/cold
 tables and one with the stock tables; their outputs are joined.
 
 :class:`HotRowRefresher` finds these modules in a model and refreshes their hot sets, under any
@@ -82,7 +82,7 @@ class HotColdModule(ShardedEmbeddingModule):
 
     @abstractmethod
     def join(self, outputs: Sequence[LazyAwaitable[Any]]) -> LazyAwaitable[Any]:
-        """Joins the outputs of the modules that :meth:`apart` returns, in its order."""
+        """Joins the outputs of the modules that :meth:`split_by_kind` returns, in its order."""
 
     @property
     def hot_cold_shardings(self) -> list[HotColdEmbeddingSharding]:
@@ -105,7 +105,7 @@ class HotColdModule(ShardedEmbeddingModule):
         context.sharding_contexts.append(EmbeddingShardingContext())
         return self.compute_and_output_dist(context, [rows])
 
-    def apart(self) -> tuple[HotColdModule, HotColdModule]:
+    def split_by_kind(self) -> tuple[HotColdModule, HotColdModule]:
         """Splits a module with both kinds of tables into hot/cold tables and stock tables."""
         is_hot_cold = [isinstance(s, HotColdEmbeddingSharding) for s in self.table_shardings()]
         hot_cold, stock = (

@@ -178,7 +178,7 @@ class PipelinedModel:
             return
         plain, why = module, why_computed_once(module)
         if isinstance(module, HotColdModule) and module.has_hot_cold:
-            self.interleaved[name], plain = module.apart()
+            self.interleaved[name], plain = module.split_by_kind()
             hot_cold, name = name, f"{name} (stock tables)"
             parts = {hot_cold: self.interleaved[hot_cold], name: plain}
             module.forward.take_apart(parts, module.join)
