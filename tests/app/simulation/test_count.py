@@ -102,7 +102,8 @@ def test_rows_travel_once_for_each_rank_or_host() -> None:
             relay = rank // 2 * 2 + home % 2
             inside["header"][rank, relay] += 8
             across["header"][relay, home] += 8
-            inside["bits"][rank, relay] = across["bits"][relay, home] = 8
+            inside["bits"][rank, relay] += 8
+            across["bits"][relay, home] += 8
         for t, row in _cold(rank, 1):
             home = _home(t, row)
             travel(flat, rank, home, t, 1)

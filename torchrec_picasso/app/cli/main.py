@@ -72,9 +72,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _why_no_config(args: argparse.Namespace) -> str | None:
-    """Returns what is wrong with the configuration, before PyTorch is imported."""
+    """Returns what is wrong with a training configuration, before PyTorch is imported."""
     try:
-        if getattr(args, "config", None) is not None:
+        if args.command != "quality" and getattr(args, "config", None) is not None:
             import_module("torchrec_picasso.app.config").load_config(args.config)
     except ConfigError as error:
         return str(error)
