@@ -112,6 +112,8 @@ def test_memory_counts_homes_replicas_and_state() -> None:
     assert memory["home"] == pytest.approx(50 * (16 * 4 * 1.5 + 1 + 4))  # a mark, a count
     assert memory["replica"] == pytest.approx(3 * (16 * 4 * 1.5 + HOT_ROW_BYTES))
     assert memory["optimizer"] == pytest.approx(53 * 16 * 4 * 0.5)
+    bags = hot_cold_memory_bytes([(work, 0, "bags")])
+    assert bags["home"] == pytest.approx(50 * 16 * 4 * 1.5)
     wide = TableWork(load(dim=256), world_size=2)
     whole, cut = (hot_cold_memory_bytes([(wide, 0, "rows")], k)["buffers"] for k in (1, 4))
     assert 0 < cut < whole  # gradients of outputs are those of one micro-batch

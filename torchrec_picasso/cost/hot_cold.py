@@ -288,10 +288,16 @@ def id_bytes(num_rows: float) -> int:
     return 4 if num_rows <= _LARGEST_INT32 else 8
 
 
-def home_row_bytes(load: TableLoad, num_hot: float) -> float:
-    """Returns the bytes of a home row: weights, optimizer state, its mark as dirty, and its access
-    count if the table has hot rows."""
-    return load.row_bytes + _MARK_BYTES + _COUNT_BYTES * (num_hot > 0)
+def home_row_bytes(load: TableLoad, num_hot: float, form: Form) -> float:
+    """Returns the bytes of a home row: weights, optimizer state, and what is kept beside them."""
+    return load.row_bytes + beside_home_row_bytes(num_hot, form)
+
+
+def beside_home_row_bytes(num_hot: float, form: Form) -> int:
+    """Returns the bytes that are kept of a home row beside the row: its mark as dirty, and its
+    access count if the table has hot rows (``rows/row_route.py``, ``storage/row_uses.py``). Bags
+    have neither."""
+    return 0 if form == "bags" else _MARK_BYTES + _COUNT_BYTES * (num_hot > 0)
 
 
 def hot_cold_memory_bytes(
@@ -309,7 +315,7 @@ def hot_cold_memory_bytes(
     for work, hot, form in tables:
         load = work.load
         at_home = load.num_embeddings / work.world_size
-        home += at_home * home_row_bytes(load, hot)
+        home += at_home * home_row_bytes(load, hot, form)
         replica += hot * load.replica_bytes
         state_bytes = load.row_bytes * (load.optimizer_share / (1 + load.optimizer_share))
         optimizer += (at_home + hot) * state_bytes

@@ -83,9 +83,10 @@ def _ranks(decision: Decision, memory: Mapping[str, float]) -> list[dict[str, fl
     """Predicts what each rank serves, sends, receives and stores for hot/cold tables in one step;
     ``memory`` are the means over ranks."""
     world_size, homes = decision.world_size, decision.homes
-    works = [(i, work) for i, work in enumerate(decision.works) if decision.forms[i]]
-    in_rows = [(i, work) for i, work in works if decision.forms[i] != "bags"]
-    cold = [(work.load, work.split(decision.num_hot[i]).cold_used) for i, work in in_rows]
+    each = zip(decision.works, decision.num_hot, decision.forms)
+    works = [(i, work, num_hot, form) for i, (work, num_hot, form) in enumerate(each) if form]
+    in_rows = [(work, num_hot) for _, work, num_hot, form in works if form != "bags"]
+    cold = [(work.load, work.split(num_hot).cold_used) for work, num_hot in in_rows]
     even = sum(rows * load.dim for load, rows in cold)
     load_W = homes.load_W if homes is not None else (even / world_size,) * world_size
     all_bytes = sum(load_W) * _WIRE_BYTES  # of the rows that a rank requests, its own included
@@ -100,10 +101,10 @@ def _ranks(decision: Decision, memory: Mapping[str, float]) -> list[dict[str, fl
         served = load * _WIRE_BYTES * (world_size - 1)  # rows to other ranks, their gradients back
         fetched = all_bytes - load * _WIRE_BYTES  # rows from other ranks, their gradients back
         home = 0.0
-        for i, work in works:
+        for i, work, num_hot, form in works:
             rows_W = decision.block_rows.get(i)
             num_rows = rows_W[rank] if rows_W else work.load.num_embeddings / world_size
-            home += num_rows * home_row_bytes(work.load, decision.num_hot[i])
+            home += num_rows * home_row_bytes(work.load, num_hot, form)
         found.append(
             {
                 "served_lookups": lookups_W[rank],

@@ -19,6 +19,7 @@ from torchrec.distributed.planner.types import Perf, ShardingOption, Storage, To
 from torchrec.distributed.types import CacheParams
 
 from torchrec_picasso._torchrec import optimizer_multiplier
+from torchrec_picasso.cost.hot_cold import beside_home_row_bytes
 from torchrec_picasso.cost.stock import StockCost
 from torchrec_picasso.cost.table_work import HOT_ROW_BYTES
 from torchrec_picasso.errors import PlanError
@@ -31,9 +32,6 @@ TablePath = tuple[str, str]
 
 _RESERVED_SHARE = 0.15
 """Share of a rank's memory that TorchRec's planner reserves by default."""
-_MARK_BYTES, _USES_BYTES = 1, 4
-"""Of a home row beside the row: the dirty mark of lookahead, and the uses that a refresh of hot
-rows counts (``rows/row_route.py``, ``storage/row_uses.py``)."""
 
 
 def offered_options(options: Sequence[ShardingOption], form: Form) -> list[ShardingOption]:
@@ -93,8 +91,8 @@ def add_replica_storage(options: list[ShardingOption], compute_device: str) -> N
     on_cpu = compute_device == "cpu"
     for option in options:
         params, replicas = option.cache_params, replica_bytes(option)
-        if isinstance(params, HotColdParams) and params.form != "bags":
-            row_bytes = _MARK_BYTES + (_USES_BYTES if params.num_hot_rows else 0)
+        if isinstance(params, HotColdParams):
+            row_bytes = beside_home_row_bytes(params.num_hot_rows, params.form)
             for shard in option.shards:
                 extra = replicas + row_bytes * shard.size[0]
                 shard.storage += Storage(hbm=0 if on_cpu else extra, ddr=extra if on_cpu else 0)
