@@ -8,8 +8,8 @@ harmless values, so that every rank reaches the header, which reports the error 
 Shape letters: F features, K micro-batches and chunks, M matrices, N lookups, P packs, S bags, W
 ranks.
 
-Host syncs per batch on CUDA: one with several routes, for the lookups of each feature, beside those
-of the routes.
+Host syncs per batch on CUDA: beside those of the routes, with several routes one per module, for
+the lookups of each feature.
 """
 
 from __future__ import annotations
