@@ -105,7 +105,9 @@ class Tables:
                 rows += int(cold_KW.sum() - cold_KW[:, rank].sum())
                 sent_WX = request.header_exchange.sent_WX
                 header_bytes += _num_bytes(sent_WX) - _num_bytes(sent_WX[rank])
-                used.append(route.located.used_bits_X.numpy())
+                used.append(bits_X := route.located.used_bits_X.numpy())
+                if route.route.row_ranges.num_parts > 1:  # united ones go to all others
+                    header_bytes += bits_X.nbytes // self._world_size * (self._world_size - 1)
         touched_X = np.bitwise_or.reduce(used)
         id_bytes = self._group.row_dtype.itemsize
         row_bytes = _FLOAT_BYTES * self._dim

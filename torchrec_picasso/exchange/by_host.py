@@ -53,9 +53,11 @@ class HostExchanges(Exchanges):
         """The ranks of this host, and those of this rank's place."""
 
     def send_words(self, words_WX: Tensor) -> tuple[Pending, Tensor]:
-        """Starts sending the words for each rank, ``(W, X)``. Collective. The returned memory, ``(2
-        W, X)``, will contain the words of each rank, then those that this rank relays, by place of
-        the sender on this host and host of the receiver."""
+        """Starts sending the words for each rank, ``(W, X)``. Collective.
+
+        The returned memory, ``(2 W, X)``, will contain the words of each rank, then those that this
+        rank relays, by place of the sender on this host and host of the receiver.
+        """
         size, (num_hosts, num_places) = len(words_WX), (self.num_hosts, self.num_places)
         received = words_WX.new_empty(2 * size, words_WX.size(1))
         arrived, passing = received.split(size)

@@ -135,7 +135,7 @@ class Exchanges:
 class HotReduction:
     """Sums gradients of hot rows over all ranks; starts at construction.
 
-    The header already reports to every rank which hot rows any rank touched, so the all-reduce
+    Header and row numbers told every rank which hot rows any rank touched, so the all-reduce
     carries only those: never more bytes than a reduction of the whole hot set. Untouched rows are
     not in the sum, hence not updated, whatever the optimizer's decay.
 
