@@ -1,8 +1,10 @@
 """Reports of training steps: every figure against an independent one."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torchrec.datasets.utils import Batch
 
 from tests.sharding.jobs import PLAIN, Job, build
@@ -13,6 +15,8 @@ from torchrec_picasso.app.runs.wire_meter import WireMeter
 from torchrec_picasso.exchange.waiting import is_watched
 
 JOB = Job(placement={"a": 20, "b": 4, "c": "bags"}, batch_sizes=(16, 9), num_steps=9)
+BY_HOST = replace(JOB, placement={**JOB.placement, "c": "table_wise"}, by_host=("*",))
+"""On 2 x 2 ranks."""
 NOT_CHECKED = (4, 5, 6)
 """Steps in which no comparison of the cut, and no change of DDP's buckets, sends anything; of 9."""
 SETTINGS = ((1, False), (2, True), (4, True))
@@ -34,13 +38,26 @@ def _hot_and_cold(batch: Batch) -> tuple[int, int]:
     return hot, sum(map(len, used.values())) - hot
 
 
-def _watched(rank: int, world_size: int, setting: tuple[int, bool]) -> dict[str, Any]:
-    model, reports = build(JOB, rank, world_size), StepReports()
+def _lookups_by_home(batch: Batch, job: Job, world_size: int) -> list[int]:
+    """Lookups of rows that are not hot by home rank, in equal blocks, and those of bags that
+    travel."""
+    features, counts_W = batch.sparse_features.to_dict(), [0] * world_size
+    for table in PLAIN[:2]:
+        for row in torch.cat([features[name].values() for name in table.features]).tolist():
+            counts_W[row * world_size // table.rows] += row not in _hot(table.name)
+    bags = features["f3"].values().numel() if job.placement["c"] == "bags" else 0
+    return [*counts_W, bags]
+
+
+def _watched(
+    rank: int, world_size: int, setting: tuple[int, bool], job: Job = JOB
+) -> dict[str, Any]:
+    model, reports = build(job, rank, world_size), StepReports()
     k, lookahead = setting
     pipeline = pipeline_of(
         model, num_micro_batches=k, lookahead=lookahead, refresh=None, on_step=reports
     )
-    batches = batches_of(JOB, rank, range(JOB.num_steps))
+    batches = batches_of(job, rank, range(job.num_steps))
     left, metered = iter(batches), []
     for _ in batches:
         with WireMeter() as meter:
@@ -51,6 +68,7 @@ def _watched(rank: int, world_size: int, setting: tuple[int, bool]) -> dict[str,
         "by_rank": reports.by_rank(),
         "metered": metered,
         "hot_and_cold": [_hot_and_cold(batch) for batch in batches],
+        "lookups": [_lookups_by_home(batch, job, world_size) for batch in batches],
     }
 
 
@@ -93,6 +111,10 @@ def _run(rank: int, world_size: int) -> dict[Any, dict[str, Any]]:
     found["interrupted"] = _interrupted(rank, world_size)
     found["stock"] = {"reports": _stock(rank, world_size)}
     return found
+
+
+def _run_by_host(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    return {"by host": _watched(rank, world_size, (2, True), BY_HOST)}
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -143,6 +165,18 @@ def test_steps_without_hot_cold_tables_are_reported() -> None:
         assert [report.num_samples for report in reports] == expected
         assert {report.coverage for report in reports} == {None}
         assert min(report.sent_bytes for report in reports) > 0
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, "by host"])
+def test_lookups_are_counted_where_they_are_served(setting: Any) -> None:
+    ranks = run_once(_run, 2) if setting in SETTINGS else run_once(_run_by_host, 4)
+    found = [each[setting] for each in ranks]
+    *rows_W, bags = torch.tensor([each["lookups"] for each in found]).double().sum(0).mean(0)
+    for each in found:
+        served_W = each["by_rank"]["served_lookups"].tolist()
+        # the table whose bags travel is whole on one rank
+        others = [served - float(rows) for served, rows in zip(served_W, rows_W)]
+        assert sorted(others) == pytest.approx([0.0] * (len(ranks) - 1) + [float(bags)])
 
 
 def test_only_trained_steps_are_reported() -> None:

@@ -190,6 +190,12 @@ class _Request(RouteRequest):
             payloads += own
         return payloads
 
+    def lookups_by_home(self) -> Tensor:
+        """Counts this rank's lookups by home rank, int64, ``(W,)``."""
+        (lookups_AWK,) = self.words.kept
+        num_ranks = self.route.ranks.size
+        return lookups_AWK.view(-1, num_ranks, len(self.sizes_K)).sum((0, 2))
+
     def lay_out(self, first_matrix: int) -> RouteLayout:
         plan, features_AW = self.route.plan, self.route.features_by_home
         layouts = [self._pack_layout(p, first_matrix + p) for p in range(plan.num_packs)]

@@ -169,6 +169,10 @@ class RowRequest:
                 payloads, self._relayed_dirty_mask, self.header.most_asked, to_homes=False
             )
 
+    def lookups_by_home(self) -> Tensor:
+        """Counts this rank's lookups by the home rank that serves them, int64, ``(W,)``."""
+        return reduce(add, [request.lookups_by_home() for request in self.by_route])
+
     def lay_out(self) -> RowLayout:
         """Builds the layout; waits for the dirty mask. Without a mask, all rows are dirty."""
         if self._dirty_mask is not None:

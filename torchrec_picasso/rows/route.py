@@ -135,6 +135,11 @@ class RouteRequest(ABC):
         return []
 
     @abstractmethod
+    def lookups_by_home(self) -> Tensor:
+        """Counts this rank's lookups by the home rank that serves them, int64, ``(W,)``; replicas
+        serve those of hot rows."""
+
+    @abstractmethod
     def lay_out(self, first_matrix: int) -> RouteLayout:
         """Builds the layout, after the ids and, if it was sent, the dirty mask have arrived. The
         route's first matrix has the index ``first_matrix`` in the group."""

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
@@ -301,6 +302,17 @@ class RowsRequest(RouteRequest):
         self.route.mark_among(self._served_here_n, before._served_here_n, served_n)
         sent_P, received_P = by_pack(served_n, self._served_P), by_pack(wanted_n, asked_P)
         return by_chunk(sent_P, self._served_P, received_P, asked_P)
+
+    def lookups_by_home(self) -> Tensor:
+        """Counts this rank's lookups of cold rows by home rank, int64, ``(W,)``."""
+        counts_PQ, world_size = self.located.counts_PQ, self.route.space.world_size
+        lookups_U = self.ids.rows.counts.index_select(0, self.located.order_U)
+        # request order is by pack and segment: differences of sums up to the segments' ends
+        sums_U1 = pad(lookups_U.cumsum(0), (1, 0))
+        ends_PQ = sums_U1.index_select(0, counts_PQ.flatten().cumsum(0))
+        lookups_PQ = torch.diff(ends_PQ, prepend=sums_U1[:1]).view_as(counts_PQ)
+        lookups_W = lookups_PQ[:, 1:].reshape(-1, world_size).sum(0)
+        return self.route.by_rank(lookups_W)
 
     def lay_out(self, first_matrix: int) -> RouteLayout:
         """Builds the layout in fetch order."""

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchrec_picasso.exchange.waiting import WireTally, tallied
 from torchrec_picasso.rows.refresher import Refreshed
@@ -29,6 +30,7 @@ _OVER_STEPS = {
     "peak_bytes": "max",
 }
 """Figures that ranks are compared by."""
+_NO_COLUMN = ("refreshed", "lookups_by_home")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +47,10 @@ class StepReport:
             dense gradients.
         received_bytes: Bytes received from other ranks by the same.
         served_rows: Home rows that ranks asked of this rank, each counted once per rank that asked,
-            by host once per host. Compared over ranks, they show the busiest one. The lookups of
-            these rows stay on the rank that asks, which does not count them by home rank.
+            by host once per host. Compared over ranks, they show the busiest one.
+        lookups_by_home: Lookups of this rank's batch by the home rank that serves them, int64,
+            ``(W,)``, on the device; replicas serve those of hot rows. :meth:`StepReports.by_rank`
+            sums them over ranks. ``None`` if no table is hot/cold.
         coverage: Share of hot rows among the distinct rows of this rank's batch; tables that travel
             as rows only. ``None`` if there are no such rows.
         peak_bytes: Largest memory of the process so far; on CUDA, of its tensors on the device.
@@ -60,6 +64,7 @@ class StepReport:
     sent_bytes: int
     received_bytes: int
     served_rows: int
+    lookups_by_home: Tensor | None
     coverage: float | None
     peak_bytes: int
     refreshed: Refreshed | None
@@ -102,7 +107,7 @@ class StepReports:
             # a report repeats the last evaluation; a new object means one in this step
             refreshed = report.refreshed if report.refreshed is not before else None
             before = report.refreshed
-            line = {name: value for name, value in vars(report).items() if name != "refreshed"}
+            line = {name: value for name, value in vars(report).items() if name not in _NO_COLUMN}
             line |= {"samples_per_s": report.samples_per_s, "exposed_share": report.exposed_share}
             line["num_moved"] = 0 if refreshed is None else refreshed.num_moved
             line["moved_bytes"] = 0 if refreshed is None else refreshed.moved_bytes
@@ -111,15 +116,21 @@ class StepReports:
 
     def by_rank(self, pg: dist.ProcessGroup | None = None) -> pd.DataFrame:
         """Gathers the ranks' means of ``served_rows``, ``sent_bytes``, ``received_bytes`` and
-        ``exposed_s`` over steps, and their largest ``peak_bytes``, one line per rank. Collective
-        over ``pg``, ``None`` = all ranks; ``frame.max() / frame.mean()`` is the busiest rank over
-        the mean."""
+        ``exposed_s`` over steps, their largest ``peak_bytes``, and ``served_lookups``, the mean of
+        the lookups of all ranks' batches that each serves as home rank; one line per rank.
+        Collective over ``pg``, ``None`` = all ranks; ``frame.max() / frame.mean()`` is the busiest
+        rank over the mean."""
         import pandas as pd
 
         own = pd.DataFrame(map(vars, self.reports), columns=[*_OVER_STEPS]).agg(_OVER_STEPS)
-        lines: list[dict[str, float]] = [{}] * dist.get_world_size(pg)
-        dist.all_gather_object(lines, own.to_dict(), group=pg)
-        return pd.DataFrame(lines)
+        counted = [r.lookups_by_home for r in self.reports if r.lookups_by_home is not None]
+        lookups_W = torch.stack(counted).double().mean(0).tolist() if counted else []
+        gathered: list[Any] = [None] * dist.get_world_size(pg)
+        dist.all_gather_object(gathered, (own.to_dict(), lookups_W), group=pg)
+        lines, lookups_WW = zip(*gathered)
+        # by rank that looks up, then by home rank
+        served_W: list[float] = [*map(sum, zip(*lookups_WW))] or [0.0] * len(lines)
+        return pd.DataFrame(lines).assign(served_lookups=served_W)
 
 
 class StepWatch:
@@ -159,6 +170,7 @@ class StepWatch:
             sent_bytes=self._tally.sent_bytes,
             received_bytes=self._tally.received_bytes,
             served_rows=sum(pack.served.num_rows for pack in packs),
+            lookups_by_home=_lookups_by_home(groups),
             coverage=_coverage(packs),
             peak_bytes=self._peak_bytes(),
             refreshed=refreshed,
@@ -171,6 +183,11 @@ class StepWatch:
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
+
+
+def _lookups_by_home(groups: Sequence[GroupBatch]) -> Tensor | None:
+    counts = [each.request.lookups_by_home() for each in groups]
+    return torch.stack(counts).sum(0) if counts else None
 
 
 def _coverage(packs: Sequence[PackLayout]) -> float | None:

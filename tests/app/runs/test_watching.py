@@ -249,6 +249,7 @@ def test_a_run_that_goes_on_replaces_what_it_trains_again(tmp_path: Path) -> Non
         sent_bytes=1,
         received_bytes=1,
         served_rows=0,
+        lookups_by_home=None,
         coverage=None,
         peak_bytes=1,
         refreshed=look,
