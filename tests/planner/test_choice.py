@@ -303,7 +303,8 @@ def test_rows_go_by_host_where_ranks_share_them_and_the_network_is_slow() -> Non
 
 @pytest.mark.parametrize(
     ("rows", "bags", "by_host", "fastest"),
-    [(98.5, 99, 96.5, "stock"), (90, 70, 69, "bags"), (90, 70, 67, "node_rows")],
+    # 3 % less of a step is not enough, nor is it and less than 0.3 of the assumed 5.4 ms once
+    [(98.5, 99, 96.5, "stock"), (90, 70, 67, "bags"), (90, 70, 66, "node_rows")],
 )
 def test_rows_by_host_must_beat_the_best_other_plan_and_rows_sent_directly(
     rows: float, bags: float, by_host: float, fastest: str

@@ -115,6 +115,11 @@ class SideCosts:
     """What a step costs once, beside tables and dense part: the pipeline's own work, the dense
     optimizer, waits for small messages."""
 
+    @property
+    def once_ms(self) -> float:
+        """What a step with tables of one module costs, whatever these are."""
+        return self.step_ms + sum(getattr(self, phase).fixed_ms for phase in PHASES)
+
 
 # Calibrated with 2 ranks on 2 cores of an Intel Xeon: FP32, row-wise Adagrad, torch 2.13,
 # fbgemm-gpu-cpu 1.8. The update of a stock row takes 0.6 to 0.8 us for any dim, because FBGEMM's

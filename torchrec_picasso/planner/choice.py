@@ -44,11 +44,11 @@ from torchrec_picasso.storage.exactness import Refusal
 Forms = Mapping[int, Form]
 """Exchange of each hot/cold table by position; the other tables are stock."""
 
-_SIMPLER_MARGIN, _WORK_MARGIN = 0.03, 0.1
+_SIMPLER_MARGIN, _ONCE_MARGIN = 0.03, 0.3
 """A hot/cold plan is chosen only if its predicted step is shorter than stock's by these shares of
-the step and of its work beside the dense part. Predictions of small steps, which are work, are off
-by 10 % in the median (``benchmarks.small_steps``). Rows by host need both shares too, but only the
-first one where rows are sent directly otherwise, whose work is the same."""
+the step and of what any step with hot/cold tables costs once, which differs by as much from one
+calibration to the next and decides small steps (``benchmarks.small_steps``). Rows by host need both
+shares too, but only the first one where rows are sent directly otherwise, which cost the same."""
 _TYPE_MARGIN = 0.05
 """Stock tables have the same sharding type unless this share of the step is gained without it."""
 _FORMS_MARGIN = 0.18
@@ -208,8 +208,8 @@ def _fastest(plans: Mapping[str, PricedPlan], pricer: StepPricer) -> str:
 
 def _is_faster(step: StepPrice, other: StepPrice, pricer: StepPricer) -> bool:
     """Whether a step is shorter than that of a simpler plan by the margins."""
-    work_ms = other.compute_ms - pricer.dense.total_ms
-    margin_ms = _SIMPLER_MARGIN * other.step_ms + _WORK_MARGIN * work_ms
+    once_ms = pricer.curves.local.hot_cold.once_ms
+    margin_ms = _SIMPLER_MARGIN * other.step_ms + _ONCE_MARGIN * once_ms
     return step.step_ms <= other.step_ms - margin_ms
 
 
