@@ -117,7 +117,7 @@ class SideCosts:
 
     @property
     def once_ms(self) -> float:
-        """What a step with tables of one module costs, whatever these are."""
+        """Cost of a step with one module, whatever its tables."""
         return self.step_ms + sum(getattr(self, phase).fixed_ms for phase in PHASES)
 
 
