@@ -55,6 +55,12 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "variants": (_BEST_STOCK, *_AUTOMATIC, *_BY_HAND),
         **_FEW,
     },
+    "200mbit_thin": {
+        "rate_mbit": 200.0,
+        "variants": (_BEST_STOCK, "interleaved"),
+        "rounds": 4,
+        "block_steps": 8,
+    },
     "1gbit_thin_16384": {
         "batch_size": 16384,
         "heldout_steps": 1,  # of 80,000 samples, one global batch for statistics leaves a circle
