@@ -198,6 +198,19 @@ class _Changed(Model):
         return {"f": changed["f"], "g": pooled["g"], "h": pooled["h"]}
 
 
+class _Returned(Model):
+    """Returns the pooled rows of two collections, and looks at those of one only."""
+
+    def make(self) -> None:
+        self.aside, self.ebc = ebc("f"), ebc("g", "h")
+
+    def forward(self, batch: Batch) -> tuple[Any, Any]:
+        aside, pooled = self.aside(batch.sparse_features), self.ebc(batch.sparse_features)
+        looked_at = {"f": pooled["g"], "g": pooled["g"], "h": pooled["h"]}
+        loss, out = self.head(looked_at, batch)
+        return loss, (out, aside, pooled)
+
+
 class _Apart(Model):
     """Two collections of TorchRec's own, each with an exchange of its own in backward."""
 
@@ -260,6 +273,36 @@ def _detached(base: type) -> type:
             return output
 
     return Detached
+
+
+def _read_late(base: type) -> type:
+    class ReadLate(base):  # type: ignore[misc]
+        """Reads the output of the step before, when rows of others are in its memory."""
+
+        before: Any = None
+
+        def progress(self, batches: Any) -> Any:
+            before, self.before = self.before, super().progress(batches)
+            if before is None:
+                return ()
+            out, aside, pooled = before
+            return out, aside["f"] + 0, pooled["h"] + 0
+
+    return ReadLate
+
+
+def _backward_by_hand(base: type) -> type:
+    class BackwardByHand(base):  # type: ignore[misc]
+        """Trains from the loss that evaluation returns."""
+
+        def progress(self, batches: Any) -> Any:
+            self._optimizer.zero_grad()
+            loss = super().progress(batches)
+            loss.backward()
+            self._optimizer.step()
+            return loss.detach()
+
+    return BackwardByHand
 
 
 def _in_two_parts(base: type) -> type:
@@ -470,6 +513,14 @@ PROGRAMS = {
         head=Normed, pipeline=_detached, refusal="head.norm is a BatchNorm1d"
     ),
     "batches in two parts": Program(pipeline=_in_two_parts),
+    "output that is read late": Program(model=_Returned, pipeline=_read_late, numbers=(None, 1, 4)),
+    "backward in evaluation": Program(
+        head=changed(output=lambda head, out, batch: Head.loss(head, out, batch)),
+        pipeline=_backward_by_hand,
+        before_step=_evaluated(*range(STEPS)),
+        refusal="ebc: a backward outside of the one of a training step reaches its tables",
+        refused=(None, 4),
+    ),
     "tensor without samples": Program(
         head=PRIOR, batch=_with_prior(torch.tensor([0.5, 2.0])), planned=4
     ),

@@ -52,6 +52,7 @@ class BatchRows:
         )
         self.modules_left = len(group.plan.modules)
         """Modules that still need the rows."""
+        self._num_unread = 0  # micro-batches whose output nobody has waited for yet
         self.tracked: set[int] = set()
         """Modules whose rows TorchRec's trackers have recorded."""
 
@@ -151,6 +152,7 @@ class BatchRows:
         """
         pooling_M = self.layout.pooling_KM[micro_batch]
         pooling_M = [pooling_M[matrix] for matrix in self.group.plan.modules[module]]
+        self._num_unread += 1
         given_N = self.layout.weights_N
         are_new = weights_N is not None and weights_N is not given_N
         weights_N = given_N if weights_N is None else weights_N
@@ -166,8 +168,13 @@ class BatchRows:
         )
 
     def release(self) -> None:
-        """Ends the use of the rows' memory; that of relayed rows once they have been passed on."""
-        self._matrices.release()
+        """Ends the use of the rows' memory; that of relayed rows once they have been passed on.
+
+        Rows that nobody has waited for stay: a model may return an output that it does not use, and
+        its user may read it after the step.
+        """
+        if not self._num_unread:
+            self._matrices.release()
         if not self._arrivals:
             self._relayed_P.release()
 
@@ -232,6 +239,7 @@ class MicroBatchRows:
             rows.wait_for(self.micro_batch, range(packs.start, packs.stop))
             # A pipeline may have started the fetch on another stream.
             yield keep_for_current_stream(rows._matrices.tensors[matrix])
+        rows._num_unread -= 1
 
     def end(self) -> None:
         """Ends the use of the rows by this micro-batch; the last use of all modules frees them."""

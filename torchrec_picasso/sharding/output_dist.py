@@ -123,14 +123,18 @@ class _PoolArrivals(Function):
 
 
 class Later(LazyAwaitable[Any]):
-    """The result of a function, which runs when somebody waits for it or first uses it."""
+    """The result of a function, which runs once, when somebody waits for it or first uses it."""
 
     def __init__(self, compute: Callable[[], Any]) -> None:
         super().__init__()
-        self._compute = compute
+        self._compute: Callable[[], Any] | None = compute
+        self._computed: Any = None
 
     def _wait_impl(self) -> Any:
-        return self._compute()
+        # rows that a function has read are overwritten by a later batch's
+        if self._compute is not None:
+            self._computed, self._compute = self._compute(), None
+        return self._computed
 
 
 class LaterByKey(LazyGetItemMixin[str, Tensor], Later):

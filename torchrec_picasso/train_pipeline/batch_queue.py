@@ -181,7 +181,7 @@ class BatchQueue:
                     each.rows.fetch_again()
                 self._num_changes = self._pipelined.num_changes
         if not is_training:
-            inflight.is_whole = True
+            inflight.is_whole, inflight.takes_gradients = True, False
             self._policy.train_whole_next()
             self._run(schedule)
             return

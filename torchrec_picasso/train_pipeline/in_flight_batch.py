@@ -72,6 +72,8 @@ class InFlightBatch(Fetched):
     """Whether the model runs on the whole batch, although rows travel by micro-batch."""
     is_end: bool = False
     """Whether all ranks' data has ended: the batch trains nothing."""
+    takes_gradients: bool = True
+    """Whether a backward of a training step may still reach its rows."""
 
     @property
     def num_samples(self) -> int:
@@ -127,6 +129,13 @@ class InFlightBatch(Fetched):
     ) -> None:
         """Receives the gradients ``(n, D_m)`` of the rows of each matrix, in a backward. If the
         model runs a module without gradients, or stops its gradients, this is not called."""
+        if not self.takes_gradients:
+            raise CompatError(
+                f"{name}: a backward outside of the one of a training step reaches its tables, "
+                "which TorchRec updates in every backward; add what it starts from to the losses, "
+                "detach() the pipeline to train by hand, or use TrainPipelineSparseDist with stock "
+                "tables"
+            )
         if (name, index) in self.trained:
             raise CompatError(
                 f"{name}: a second backward of one step reaches its tables, which TorchRec updates "

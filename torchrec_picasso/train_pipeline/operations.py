@@ -237,6 +237,7 @@ class Operations:
             # the leaves of full-batch outputs now have all their gradients
             for whole in inflight.full_outputs.values():
                 whole.backward()
+            inflight.takes_gradients = False
             self._note_trained(inflight)
 
     def _note_trained(self, inflight: InFlightBatch) -> None:
