@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_picasso.app.cli.outputs import write_result
-from torchrec_picasso.app.cli.report import Comparison, print_comparison
+from torchrec_picasso.app.cli.report import Comparison, print_comparisons
 from torchrec_picasso.app.config import (
     DataConfig,
     ModelConfig,
@@ -73,7 +73,7 @@ def tables_spec(num_tables: int) -> CompareSpec:
 
 def compare(spec: CompareSpec) -> Comparison:
     results = run_ranks(compare_on_rank, RANKS, spec, timeout_s=TIMEOUT_S)
-    return Comparison(spec=spec, **results[0])
+    return Comparison(link="loopback", spec=spec, **results[0])
 
 
 def collectives_by_tables() -> dict[str, dict[str, float]]:
@@ -119,7 +119,7 @@ def main() -> int:
     except PicassoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print_comparison(comparison)
+    print_comparisons([comparison])
     facts = summary(comparison)
     for name, value in facts.items():
         print(f"  {name}: {value}")

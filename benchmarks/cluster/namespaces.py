@@ -8,7 +8,6 @@ with it. Nor can two clusters collide, there being no names. The price: to look 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import shutil
@@ -16,6 +15,9 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from torchrec_picasso.app.launch import shaped_loopback
+from torchrec_picasso.app.launch.shaped_loopback import call_libc
 
 _CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
 _OWN_NAMESPACE = "/proc/thread-self/ns/net"
@@ -68,8 +70,7 @@ def enter_namespace(path: str) -> None:
         ClusterError: If the namespace is gone, or this process may not enter it.
     """
     try:
-        with open(path, "rb") as namespace:
-            _call("setns", namespace.fileno(), _CLONE_NEWNET)
+        shaped_loopback.enter_namespace(path)
     except OSError as error:
         raise ClusterError(
             f"cannot enter the network namespace {path}: {error.strerror}; run as root, while the "
@@ -79,7 +80,7 @@ def enter_namespace(path: str) -> None:
 
 def leave_host_name() -> None:
     """Gives the calling thread, and what it starts later, a host name that may be changed."""
-    _call("unshare", _CLONE_NEWUTS)
+    call_libc("unshare", _CLONE_NEWUTS)
 
 
 def tool_path(name: str) -> str:
@@ -97,7 +98,7 @@ def tool_path(name: str) -> str:
 
 def _new_namespace() -> int:
     try:
-        _call("unshare", _CLONE_NEWNET)
+        call_libc("unshare", _CLONE_NEWNET)
         return os.open(_OWN_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise ClusterError(
@@ -110,16 +111,6 @@ def _in_thread(work: Callable[[], _Result]) -> _Result:
     """Runs ``work`` in a thread of its own: a namespace is a thread's, so the caller stays put."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(work).result()
-
-
-def _call(name: str, *args: int) -> None:
-    """A function of the C library that returns 0 or sets errno; ``os`` has these from 3.12 on."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    if function is None:
-        raise OSError(errno.ENOSYS, f"this system has no {name}()")
-    if function(*args):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
 
 
 def _output(command: tuple[str, ...]) -> str:

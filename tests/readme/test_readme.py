@@ -6,7 +6,6 @@ name: the repository's configuration with few steps, and files of samples. Chang
 - the program: this package in this process for ``torchrec-picasso`` and for its ``torchrun``, which
   ``tests/app/cli/test_cli.py`` starts, and this Python in place of other ``torchrun`` and
   ``.venv/bin/python``; ``torchrun`` also looks for a free port;
-- ``--rate-mbit``: on loopback, without the process that a network namespace takes;
 - ``make TARGET``: the target is looked for in the Makefile, not run;
 - ``pip``, ``git``, ``export`` and ``cd``: not run, since they would change the machine;
 - commands of :data:`SHORT`: they get arguments that make them short;
@@ -34,7 +33,6 @@ import pytest
 import yaml
 
 from tests.readme.blocks import Block, blocks_of, commands_of, unknown_options
-from torchrec_picasso.app.cli import demo
 from torchrec_picasso.app.cli.main import main
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 
@@ -55,7 +53,7 @@ FEWEST_BLOCKS, FEWEST_PYTHON, FEWEST_COMMANDS = 8, 6, 6
 TIMEOUT_S = 120
 
 SHORT = {
-    "demo": "--steps 10 --ranks 2 --batch-size 32 --dim 8",
+    "demo": "--steps 10 --ranks 2 --batch-size 32 --dim 8 --rate-mbit 0",
     "calibrate": "--max-mib 1 --seconds 0.01 --no-local",
 }
 """Arguments added to our subcommands, unless they are asked for help only."""
@@ -156,7 +154,6 @@ def _run(argv: list[str], folder: Path) -> str:
     if argv[:3] == [sys.executable, "-m", "torchrec_picasso"]:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(folder)
-            patch.setattr(demo, "run_at_rate", lambda args: None)
             try:
                 code: object = main(argv[3:])
             except SystemExit as end:  # of the parser: asked for help, or refused

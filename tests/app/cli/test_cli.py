@@ -8,23 +8,20 @@ import dataclasses
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.app.cli.support import TINY_CONFIG, Capture, error_of
+from tests.app.cli.support import TINY_CONFIG, Capture, error_of, output_of
 from tests.app.zoo.criteo_data import samples, write_parquet, write_text
 from tests.support.packaging import ROOT
 from tests.support.processes import run_python
-from torchrec_picasso.app.cli import demo
 from torchrec_picasso.app.cli.arguments import make_parser
 from torchrec_picasso.app.cli.demo import demo_spec
 from torchrec_picasso.app.cli.main import main
-from torchrec_picasso.app.cli.report import Comparison, change, print_comparison
+from torchrec_picasso.app.cli.report import Comparison, change, print_comparisons
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.compare import CompareSpec, compare_on_rank
 from torchrec_picasso.app.zoo.model_kinds import model_kinds
@@ -73,7 +70,7 @@ def test_bad_arguments(argv: list[str], words: str, capsys: Capture) -> None:
     ("options", "expected"),
     [
         (["--steps", "9"], "--steps: expected at least 10, got 9"),
-        (["--rate-mbit", "0"], "--rate-mbit: expected more than 0, got 0"),
+        (["--rate-mbit", "-1"], "--rate-mbit: expected 0 to 1,000,000, got -1"),
         (["--dim", "10"], "ModelConfig: embedding_dim: expected a multiple of 4, got 10"),
         (["--data", "EMPTY"], "EMPTY: the file is empty; expected Criteo samples"),
         (["--out", "EMPTY"], "--out EMPTY: cannot make this folder"),
@@ -95,22 +92,32 @@ def test_error_inside_a_rank_is_one_message(tmp_path: Path, capsys: Capture) -> 
 
 
 def test_demo_end_to_end(tmp_path: Path, capsys: Capture) -> None:
-    assert main(["demo", *TINY_DEMO, "--out", str(tmp_path)]) == 0
-    table = capsys.readouterr().out
-    for words in ("stock plans probed: table_wise", "largest loss difference", "MB sent per rank"):
+    table = output_of(["demo", *TINY_DEMO, "--out", str(tmp_path)], capsys)
+    for words in ("probed: table_wise", "largest loss difference", "MB sent per rank"):
         assert words in table
     document = json.loads((tmp_path / "demo.json").read_text())
-    assert len(document["stock"]["losses"]) == len(document["ours"]["losses"]) == 10
-    assert document["max_relative_loss_difference"] < 1e-5
-    assert document["sent_bytes_ratio"] > 1
-    assert re.fullmatch(
-        r"interleaved, \d+ micro-batch(es)? with(out)? lookahead", document["pipeline"]
-    )
-    assert f"\npipelines: stock sparse_dist; hot_cold {document['pipeline']}\n" in table
-    assert 0 < document["ours"]["hot_share"] <= 1
+    found = [link["link"] for link in document["links"]]
+    assert found == ["loopback"] + ["1000 Mbit/s"] * ("not compared at" not in table)
+    assert re.search(rf"^ +{' +'.join(found)}$", table, re.MULTILINE)
+    for link in document["links"]:
+        assert len(link["stock"]["losses"]) == len(link["ours"]["losses"]) == 10
+        assert link["max_relative_loss_difference"] < 1e-5
+        assert link["sent_bytes_ratio"] > 1
+        pipeline = link["pipeline"]
+        assert re.fullmatch(r"interleaved, \d+ micro-batch(es)? with(out)? lookahead", pipeline)
+        assert f"; hot_cold {pipeline}\n" in table
+        assert 0 < link["ours"]["hot_share"] <= 1
     assert document["environment"]["torchrec"]
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "demo.png"]
+
+
+def test_without_a_namespace_a_line_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    table = output_of(["demo", *TINY_DEMO, "--out", str(tmp_path)], capsys)
+    assert "\nnot compared at 1000 Mbit/s: unshare: No such file or directory\n" in table
 
 
 @pytest.mark.parametrize(
@@ -244,8 +251,8 @@ def test_every_model_is_compared(capsys: Capture) -> None:
     specs["dlrm"] = dataclasses.replace(specs["dlrm"], config=longer, budget_s=0.0)
     results = run_ranks(compare_all, 2, specs, timeout_s=180)[0]
     for model, spec in specs.items():
-        comparison = Comparison(spec=spec, **results[model])
-        print_comparison(comparison)
+        comparison = Comparison(link="loopback", spec=spec, **results[model])
+        print_comparisons([comparison])
         out = capsys.readouterr().out
         assert model.upper() in out
         assert ("stock tables on both sides" in out) == (model == ALL_STOCK), model
@@ -264,7 +271,7 @@ def test_other_models_have_smaller_defaults() -> None:
     assert (tbsm.data.batch_size, tbsm.model.embedding_dim) == (512, 16)
     assert (hstu.data.kind, hstu.data.batch_size, hstu.data.num_tasks) == ("stream", 128, 2)
     assert dlrm.sharding.hot_rows is None
-    assert demo_spec(parser.parse_args(["demo"])).budget_s == 40
+    assert demo_spec(parser.parse_args(["demo"])).budget_s == 20
     assert demo_spec(parser.parse_args(["demo", "--steps", "30"])).budget_s is None
 
 
@@ -279,36 +286,3 @@ def test_other_models_have_smaller_defaults() -> None:
 )
 def test_what_is_slower_is_called_slower(stock: float, ours: float, said: str) -> None:
     assert change(stock, ours, "slower", "faster") == said
-
-
-def test_a_rate_is_set_on_a_loopback_of_its_own() -> None:
-    command, shape = demo.shaped_loopback(1000, ranks=2)
-    if shutil.which(command[0]) is None or subprocess.run((*command, "tc qdisc")).returncode:
-        pytest.skip("no network namespace with tc can be had here")
-    done = subprocess.run(
-        (*command, f"{shape} && tc qdisc show dev lo"), capture_output=True, text=True, check=True
-    )
-    assert "tbf" in done.stdout
-    assert "rate 2Gbit" in done.stdout
-
-
-def test_at_a_rate_the_same_demo_starts(monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
-    parser = make_parser("0")
-    argv = ["demo", "--rate-mbit", "1000", "--steps", "12", "--model", "din", "--out", "a b"]
-    args = parser.parse_args(argv)
-    monkeypatch.setattr(demo, "shaped_loopback", lambda rate, ranks: (("sh", "-c"), "true"))
-    monkeypatch.setattr(demo.sys, "executable", "printf")  # in place of Python
-    monkeypatch.setattr(demo, "_PROGRAM", (r"%s\n",))
-    assert demo.run_at_rate(args) == 0
-    head, *started = capfd.readouterr().out.splitlines()
-    assert head == "loopback held to 1000 Mbit/s for each rank"
-    args.rate_mbit = None
-    assert parser.parse_args(started) == args
-
-
-def test_without_a_namespace_a_line_tells(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    args = make_parser("0").parse_args(["demo", "--rate-mbit", "1000"])
-    assert demo.run_at_rate(args) is None
-    said = capsys.readouterr().out
-    assert said == "on loopback, not at 1000 Mbit/s: unshare: No such file or directory\n"

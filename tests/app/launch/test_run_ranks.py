@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tests.support.processes import environment, run_python, wait_until
 from torchrec_picasso.app.launch.fresh_store import fresh_store
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
+from torchrec_picasso.app.launch.shaped_loopback import NamespaceError, shaped_loopback
 from torchrec_picasso.errors import InputError
 
 TIMEOUT_S = 60.0
@@ -153,6 +154,30 @@ def test_a_failing_on_start_is_the_failure_of_its_rank() -> None:
     with pytest.raises(RankError, match="raised InputError: there is no host for rank 1") as caught:
         run_ranks(local_rank, 2, timeout_s=TIMEOUT_S, on_start=SetLocalRank(0, refused_rank=1))
     assert caught.value.rank == 1
+
+
+def seconds_of_an_exchange(rank: int, world_size: int, num_bytes: int) -> float:
+    sent = torch.zeros(num_bytes, dtype=torch.uint8)
+    dist.barrier()
+    start_s = time.perf_counter()
+    dist.all_to_all_single(torch.empty_like(sent), sent)
+    return time.perf_counter() - start_s
+
+
+def test_ranks_on_a_slower_loopback() -> None:
+    """Each of two ranks sends half of its bytes to the other."""
+    num_bytes, rate_mbit = 4_000_000, 40
+    try:
+        with shaped_loopback(rate_mbit, ranks=2) as enter_namespace:
+            settings: dict[str, Any] = {"timeout_s": TIMEOUT_S, "on_start": enter_namespace}
+            seconds = run_ranks(seconds_of_an_exchange, 2, num_bytes, **settings)
+    except NamespaceError as error:
+        pytest.skip(f"no network namespace with tc can be had here: {error}")
+    assert max(seconds) > 0.8 * num_bytes / 2 * 8 / (rate_mbit * 1e6)
+    with pytest.raises(RankError, match=f"/proc/{enter_namespace.pid}/ns/user"):
+        run_ranks(seconds_of_an_exchange, 2, num_bytes, **settings)  # it ended with its context
+    with pytest.raises(NamespaceError, match="rate"), shaped_loopback(0, ranks=2):
+        pass
 
 
 def test_calls_that_cannot_be_sent_are_refused() -> None:

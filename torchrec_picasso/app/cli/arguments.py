@@ -88,13 +88,13 @@ def _demo(subcommands: _Subcommands) -> None:
         "compare stock TorchRec with this package",
         (
             "Trains a model twice from equal weights on the same batches: with the fastest stock "
-            "plan of TorchRec and with hot/cold sharding. Prints a table, writes demo.json and "
-            "demo.png."
+            "plan of TorchRec and with hot/cold sharding, on the loopback and on a slower link. "
+            "Prints a table, writes demo.json and demo.png."
         ),
         "torchrec-picasso demo",
         "torchrec-picasso demo --data day_0.tsv --hot-rows 20000 --out criteo_demo",
         "torchrec-picasso demo --model din",
-        "torchrec-picasso demo --rate-mbit 1000",
+        "torchrec-picasso demo --rate-mbit 0",
     )
     command.text(
         "--data",
@@ -125,7 +125,9 @@ def _demo(subcommands: _Subcommands) -> None:
     command.number(
         "--rate-mbit",
         "R",
-        "hold the loopback between ranks to R Mbit/s each, where Linux has unshare and tc",
+        "compare also on a loopback that is held to R Mbit/s for each rank, if Linux has unshare "
+        "and tc; 0 = only on the loopback (default: 1000)",
+        1000.0,
     )
     command.text("--out", "DIR", "folder of the results (default: demo_out)", "demo_out")
 

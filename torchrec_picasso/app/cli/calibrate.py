@@ -24,6 +24,10 @@ from torchrec_picasso.cost.local import PHASES
 from torchrec_picasso.cost.measure import num_points
 from torchrec_picasso.errors import ConfigError
 
+QUICK = (1 << 20, 0.02, False, 2.0)
+"""Arguments of :func:`calibrate_on_rank` that measure a link in two seconds: largest buffer in
+bytes, seconds per size, no local costs, budget in seconds."""
+
 _TIMEOUT_S = 1800.0
 _MIN_BYTES = 4 << 10
 

@@ -1,28 +1,35 @@
-"""``torchrec-picasso demo``: compares stock TorchRec with this package on the same batches."""
+"""``torchrec-picasso demo``: compares stock TorchRec with this package on the same batches, on the
+loopback and on a loopback that is held to a rate."""
 
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
+import dataclasses
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from torchrec_picasso.app.cli.calibrate import QUICK, calibrate_on_rank
 from torchrec_picasso.app.cli.report import (
     Comparison,
-    draw_comparison,
-    print_comparison,
+    draw_comparisons,
+    print_comparisons,
     write_json,
 )
 from torchrec_picasso.app.config import DataConfig, ModelConfig, ShardingConfig, TrainConfig
 from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.app.launch.shaped_loopback import (
+    EnterNamespace,
+    NamespaceError,
+    shaped_loopback,
+)
 from torchrec_picasso.app.runs.compare import CompareSpec, compare_on_rank
 from torchrec_picasso.app.zoo.kinds import DLRM
 from torchrec_picasso.app.zoo.model_kinds import data_kind
 from torchrec_picasso.app.zoo.registry import check_run
 from torchrec_picasso.errors import ConfigError
 
-_STEPS, _BUDGET_S = 30, 40.0  # fewer steps where the machine is slow; as many as asked for else
+_STEPS, _BUDGET_S = 30, 20.0  # fewer steps where the machine is slow; as many as asked for else
 _MIN_STEPS = 10  # warm-up, counted steps and one timed block
 _GENERATED_ROW_SCALE = 0.02  # 10 million rows become 200,000
 _BATCH_SIZE, _DIM = 4096, 64  # of a DLRM
@@ -30,16 +37,15 @@ _SMALL_BATCH_SIZE = 512  # of other models, whose dense parts take most of a ste
 _STREAM_BATCH_SIZE = 128  # of four candidates each
 _CLICKS_DIM, _MAX_HISTORY = 16, 20  # attention or a recurrent layer over every click
 _TIMEOUT_S = 3600
-_PROGRAM = ("-m", "torchrec_picasso")
-_MIN_BURST_BYTES = 128 << 10  # a packet of the loopback has up to 64 KiB
+_MAX_RATE_MBIT = 1_000_000
 
 
 def demo_spec(args: argparse.Namespace) -> CompareSpec:
     """Builds the comparison; raises ConfigError if an argument is out of range."""
     if args.steps is not None and args.steps < _MIN_STEPS:
         raise ConfigError(f"--steps: expected at least {_MIN_STEPS}, got {args.steps}")
-    if args.rate_mbit is not None and not args.rate_mbit > 0:
-        raise ConfigError(f"--rate-mbit: expected more than 0, got {args.rate_mbit:g}")
+    if not 0 <= args.rate_mbit <= _MAX_RATE_MBIT:
+        raise ConfigError(f"--rate-mbit: expected 0 to {_MAX_RATE_MBIT:,}, got {args.rate_mbit:g}")
     kind = data_kind(args.model)
     has_histories = kind != "criteo"
     batch_size, dim = args.batch_size, args.dim
@@ -79,8 +85,6 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
 def run(args: argparse.Namespace) -> int:
     """Runs the subcommand and returns its exit code; raises PicassoError for unusable input."""
     spec = demo_spec(args)
-    if args.rate_mbit is not None and (code := run_at_rate(args)) is not None:
-        return code
     folder = Path(args.out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,51 +93,37 @@ def run(args: argparse.Namespace) -> int:
             f"--out {folder}: cannot make this folder ({error.strerror}); name another"
         ) from error
     check_run(spec.config, spec.config.ranks)
-    result = run_ranks(compare_on_rank, spec.config.ranks, spec, timeout_s=_TIMEOUT_S)[0]
-    comparison = Comparison(spec=spec, **result)
-    print_comparison(comparison)
-    write_json(comparison, folder / "demo.json")
-    draw_comparison(comparison, folder / "demo.png")
+    comparisons = _compare_on_links(spec, args.rate_mbit)
+    print_comparisons(comparisons)
+    write_json(comparisons, folder / "demo.json")
+    draw_comparisons(comparisons, folder / "demo.png")
     print(f"wrote {folder / 'demo.json'} and {folder / 'demo.png'}")
     return 0
 
 
-def run_at_rate(args: argparse.Namespace) -> int | None:
-    """Runs the demo in a network namespace of its own; prints a line why where none can be had.
-
-    Args:
-        args: Of the demo, with ``rate_mbit``.
-
-    Returns:
-        The exit code; ``None`` where nothing ran.
-    """
-    command, shape = shaped_loopback(args.rate_mbit, args.ranks)
-    try:
-        tried = subprocess.run((*command, shape), capture_output=True, text=True, check=False)
-        why = tried.stderr or f"exit code {tried.returncode}" if tried.returncode else ""
-    except OSError as error:
-        why = f"{command[0]}: {error.strerror}"
-    if why:
-        print(f"on loopback, not at {args.rate_mbit:g} Mbit/s: {' '.join(why.split())}")
-        return None
-    print(f"loopback held to {args.rate_mbit:g} Mbit/s for each rank", flush=True)
-    given = vars(args).items() - {("command", "demo"), ("rate_mbit", args.rate_mbit)}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given if value is not None]
-    again = (f'{shape} && exec "$@"', "sh", sys.executable, *_PROGRAM, "demo")
-    return subprocess.run((*command, *again, *flags), check=False).returncode
+def _compare_on_links(spec: CompareSpec, rate_mbit: float) -> list[Comparison]:
+    """Compares on the loopback, then at a rate; prints a line if no loopback can have this rate."""
+    comparisons = [_compare(spec, "loopback")]
+    if rate_mbit:
+        link = f"{rate_mbit:g} Mbit/s"
+        try:
+            with shaped_loopback(rate_mbit, spec.config.ranks) as enter_namespace:
+                comparisons.append(_compare(spec, link, enter_namespace))
+        except NamespaceError as error:
+            print(f"not compared at {link}: {error}")
+    return comparisons
 
 
-def shaped_loopback(rate_mbit: float, ranks: int) -> tuple[tuple[str, ...], str]:
-    """How a shell gets a network namespace, and what it runs there to shape the loopback.
-
-    Args:
-        rate_mbit: Mbit/s of each rank.
-        ranks: Ranks, which all send over the one loopback.
-    """
-    bits = int(rate_mbit * 1e6) * ranks
-    burst = max(_MIN_BURST_BYTES, bits // 8000)  # what passes at once: 1 ms
-    shape = (
-        "PATH=$PATH:/usr/sbin:/sbin; ip link set dev lo up && "
-        f"tc qdisc add dev lo root tbf rate {bits}bit burst {burst}b latency 50ms"
-    )
-    return ("unshare", "--map-root-user", "--net", "sh", "-c"), shape
+def _compare(spec: CompareSpec, link: str, on_start: EnterNamespace | None = None) -> Comparison:
+    """Measures a link, and compares the plans that suit it."""
+    print(f"comparing: {link}", flush=True)
+    ranks = spec.config.ranks
+    settings: dict[str, Any] = {"timeout_s": _TIMEOUT_S, "on_start": on_start}
+    with tempfile.TemporaryDirectory(prefix="picasso_demo_") as folder:
+        file = Path(folder, "curves.json")
+        run_ranks(calibrate_on_rank, ranks, *QUICK, **settings)[0].to_json(file)
+        sharding = dataclasses.replace(spec.config.sharding, curves=str(file))
+        config = dataclasses.replace(spec.config, sharding=sharding)
+        spec = dataclasses.replace(spec, config=config)
+        result = run_ranks(compare_on_rank, ranks, spec, **settings)[0]
+    return Comparison(link=link, spec=spec, **result)

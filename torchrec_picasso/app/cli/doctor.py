@@ -17,7 +17,6 @@ from torchrec_picasso.errors import ConfigError
 _NEEDED = {"numpy": "numpy", "pandas": "pandas", "pyarrow": "pyarrow"}
 _COMMAND_LINE = {"yaml": "pyyaml", "tqdm": "tqdm", "matplotlib": "matplotlib"}
 _VERSIONS = ("python", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec-picasso")
-_MAX_BYTES, _SECONDS_PER_SIZE, _LINK_BUDGET_S = 1 << 20, 0.02, 2.0
 _TIMEOUT_S = 60.0
 
 
@@ -67,7 +66,7 @@ def _measure_and_plan(ranks: int) -> None:
     from torchrec.distributed.planner import Topology
 
     from torchrec_picasso.app.cli.arguments import make_parser
-    from torchrec_picasso.app.cli.calibrate import calibrate_on_rank
+    from torchrec_picasso.app.cli.calibrate import QUICK, calibrate_on_rank
     from torchrec_picasso.app.cli.demo import demo_spec
     from torchrec_picasso.app.launch.run_ranks import run_ranks
     from torchrec_picasso.app.runs.placements import hot_cold_sharders
@@ -76,8 +75,7 @@ def _measure_and_plan(ranks: int) -> None:
     from torchrec_picasso.planner.explain import summarize
     from torchrec_picasso.planner.planner import hot_cold_planner
 
-    measuring = (_MAX_BYTES, _SECONDS_PER_SIZE, False, _LINK_BUDGET_S)
-    curves = run_ranks(calibrate_on_rank, ranks, *measuring, timeout_s=_TIMEOUT_S)[0]
+    curves = run_ranks(calibrate_on_rank, ranks, *QUICK, timeout_s=_TIMEOUT_S)[0]
     link = curves.collectives["all_to_all"]
     # Beside other work the larger messages may not even seem slower.
     speed = f"{link.gbytes_per_s:.2f} GB/s" if link.ms_per_byte else "not measured, the CPU is busy"

@@ -1,15 +1,17 @@
-"""Reports a comparison as a table, JSON and a picture."""
+"""Reports comparisons on one or more links as a table, JSON and a picture."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torchrec_picasso.app.cli.outputs import (
     OURS_COLOR,
     STOCK_COLOR,
+    new_picture,
     print_table,
     save_picture,
     write_result,
@@ -26,6 +28,7 @@ class Comparison:
     """A comparison with its results.
 
     Args:
+        link: Name of the link between ranks.
         spec: Parameters.
         stock: Result of the stock side.
         ours: Result of this package's side.
@@ -33,6 +36,7 @@ class Comparison:
         pipeline: Description of this package's pipeline; stock's is TorchRec's SparseDist.
     """
 
+    link: str
     spec: CompareSpec
     stock: SideResult
     ours: SideResult
@@ -68,27 +72,49 @@ def _described(config: TrainConfig) -> str:
     return f"{kind.upper()}, clicks with histories, dim {dim}"
 
 
-def print_comparison(comparison: Comparison) -> None:
-    """Prints the table on stdout."""
-    config = comparison.spec.config
-    stock, ours = comparison.stock, comparison.ours
+def print_comparisons(comparisons: Sequence[Comparison]) -> None:
+    """Prints a table on stdout, the links of one run side by side."""
+    config = comparisons[0].spec.config
     print(
         f"\n{_described(config)}, {config.ranks} ranks x "
-        f"{config.data.batch_size} samples, {len(stock.losses)} steps, "
-        f"{config.data.path or 'generated samples'}"
+        f"{config.data.batch_size} samples, {config.data.path or 'generated samples'}"
     )
-    if comparison.probe_ms:
-        probed = ", ".join(f"{name} {ms:.0f} ms" for name, ms in comparison.probe_ms.items())
-        print(f"stock plans probed: {probed}; compared with {stock.placement}")
-        if min(comparison.probe_ms, key=lambda name: comparison.probe_ms[name]) != stock.placement:
-            print(
-                "(column_wise keeps a row-wise Adagrad state per column shard, another optimizer)"
-            )
-    print(f"pipelines: stock sparse_dist; hot_cold {comparison.pipeline}")
-    if not ours.hot_cold_tables:
-        print("the planner chose stock tables on both sides; --hot-rows 0 makes all hot/cold")
-    rows = [
-        ("", f"stock {stock.placement}", "hot_cold", ""),
+    for comparison in comparisons:
+        _print_plans(comparison)
+    print_table(
+        *(
+            (lines[0][0], *(cell for line in lines for cell in line[1:]))
+            for lines in zip(*map(_rows, comparisons))
+        )
+    )
+    if any(comparison.max_relative_loss_difference > _ROUNDING for comparison in comparisons):
+        print(
+            "  (sums in another order round differently; a ReLU whose input is that close to 0\n"
+            "  switches, and the two runs diverge from there)"
+        )
+    print("  (times of ranks that share the cores of one machine)")
+
+
+def _print_plans(comparison: Comparison) -> None:
+    stock, probe_ms = comparison.stock, comparison.probe_ms
+    probed = ", ".join(f"{name} {ms:.0f} ms" for name, ms in probe_ms.items())
+    print(
+        f"{comparison.link}: {len(stock.losses)} steps; stock {stock.placement}, sparse_dist"
+        + (f" (probed: {probed})" if probed else "")
+        + f"; hot_cold {comparison.pipeline}"
+    )
+    if probe_ms and min(probe_ms, key=lambda name: probe_ms[name]) != stock.placement:
+        print("  (column_wise keeps a row-wise Adagrad state per column shard, another optimizer)")
+    if not comparison.ours.hot_cold_tables:
+        print("  the planner chose stock tables on both sides; --hot-rows 0 makes all hot/cold")
+
+
+def _rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:
+    """Lines of the table for one link: name, stock, ours, change."""
+    stock, ours = comparison.stock, comparison.ours
+    return [
+        ("", comparison.link, "", ""),
+        ("", "stock", "hot_cold", ""),
         ("loss, last step", f"{stock.losses[-1]:.7f}", f"{ours.losses[-1]:.7f}", ""),
         ("largest loss difference", "", f"{comparison.max_relative_loss_difference:.1e}", "rel."),
         _row("MB sent per rank, step", _megabytes(stock), _megabytes(ours), "{:.2f}"),
@@ -99,13 +125,6 @@ def print_comparison(comparison: Comparison) -> None:
         _row("CPU s per step", stock.cpu_s_per_step, ours.cpu_s_per_step, "{:.3f}"),
         ("lookups served hot", "-", f"{ours.hot_share:.1%}", ""),
     ]
-    print_table(*rows)
-    if comparison.max_relative_loss_difference > _ROUNDING:
-        print(
-            "  (sums in another order round differently; a ReLU whose input is that close to 0\n"
-            "  switches, and the two runs diverge from there)"
-        )
-    print("  (times of ranks on one machine; over a slower network bytes matter more)")
 
 
 def _megabytes(side: SideResult) -> float:
@@ -126,48 +145,50 @@ def change(stock: float, ours: float, smaller: str, larger: str) -> str:
     return "equal" if times == "1.00" else f"{times} x {larger if ours > stock else smaller}"
 
 
-def write_json(comparison: Comparison, path: Path) -> None:
-    """Writes all measurements as JSON."""
-    content = {
-        "spec": dataclasses.asdict(comparison.spec),
-        "probe_ms": dict(comparison.probe_ms),
-        "pipeline": comparison.pipeline,
-        "stock": dataclasses.asdict(comparison.stock),
-        "ours": dataclasses.asdict(comparison.ours),
-        "max_relative_loss_difference": comparison.max_relative_loss_difference,
-        "sent_bytes_ratio": comparison.sent_bytes_ratio,
-        "cpu_ratio": comparison.cpu_ratio,
-    }
-    write_result(content, path)
+def write_json(comparisons: Sequence[Comparison], path: Path) -> None:
+    """Writes all measurements as JSON, a list of links."""
+    links = [
+        {
+            **dataclasses.asdict(comparison),
+            "max_relative_loss_difference": comparison.max_relative_loss_difference,
+            "sent_bytes_ratio": comparison.sent_bytes_ratio,
+            "cpu_ratio": comparison.cpu_ratio,
+        }
+        for comparison in comparisons
+    ]
+    write_result({"links": links}, path)
 
 
-def draw_comparison(comparison: Comparison, path: Path) -> None:
-    """Draws the losses of both sides, and the bytes that they sent."""
-    from matplotlib.figure import Figure  # slow to import
+def draw_comparisons(comparisons: Sequence[Comparison], path: Path) -> None:
+    """Draws losses, bytes and speed of both sides, a line of axes for each link."""
+    figure, _ = new_picture(14, 3.8 * len(comparisons), num_axes=3, num_lines=len(comparisons))
+    for comparison, left, middle, right in zip(comparisons, *(figure.axes[i::3] for i in range(3))):
+        stock, ours = comparison.stock, comparison.ours
+        _draw_losses(comparison, left)
+        _draw_bars(comparison, middle, _megabytes(stock), _megabytes(ours), "{:.1f}")
+        words = change(_megabytes(stock), _megabytes(ours), "fewer", "more")
+        middle.set(ylabel="MB sent per rank and step", title=f"{words} bytes")
+        _draw_bars(comparison, right, stock.samples_per_s, ours.samples_per_s, "{:,.0f}")
+        words = change(stock.samples_per_s, ours.samples_per_s, "slower", "faster")
+        right.set(ylabel="samples/s", title=words)
+    save_picture(figure, path)
 
+
+def _draw_losses(comparison: Comparison, axes: Any) -> None:
     stock, ours = comparison.stock, comparison.ours
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     steps = range(1, len(stock.losses) + 1)
-    left.plot(steps, stock.losses, color=STOCK_COLOR, linewidth=6, label=f"stock {stock.placement}")
-    left.plot(steps, ours.losses, color=OURS_COLOR, linewidth=1.6, label="hot_cold")
-    left.set(
+    axes.plot(steps, stock.losses, color=STOCK_COLOR, linewidth=6, label=f"stock {stock.placement}")
+    axes.plot(steps, ours.losses, color=OURS_COLOR, linewidth=1.6, label="hot_cold")
+    axes.set(
         xlabel="step",
         ylabel="loss (mean over ranks)",
-        title="Training loss, largest relative difference "
+        title=f"{comparison.link}: largest relative difference "
         f"{comparison.max_relative_loss_difference:.0e}",
     )
-    sides = [(f"stock\n{stock.placement}", stock, STOCK_COLOR), ("hot_cold", ours, OURS_COLOR)]
-    bars = right.bar(
-        [name for name, _, _ in sides],
-        [_megabytes(side) for _, side, _ in sides],
-        color=[color for _, _, color in sides],
-        width=0.55,
-    )
-    right.bar_label(bars, fmt="%.1f MB", padding=3)
-    right.margins(y=0.12)
-    right.set(
-        ylabel="MB sent per rank and step",
-        title=f"{change(_megabytes(stock), _megabytes(ours), 'fewer', 'more')} bytes",
-    )
-    save_picture(figure, path)
+
+
+def _draw_bars(comparison: Comparison, axes: Any, stock: float, ours: float, style: str) -> None:
+    names = (f"stock\n{comparison.stock.placement}", "hot_cold")
+    bars = axes.bar(names, (stock, ours), color=(STOCK_COLOR, OURS_COLOR), width=0.55)
+    axes.bar_label(bars, fmt=style, padding=3)
+    axes.margins(y=0.12)

@@ -64,7 +64,6 @@ def rank_main(
 ) -> None:
     """Runs the pickled ``call`` of the launcher; sends "returned" or "raised", then the content."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the launcher terminates the ranks
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
     with open(stack_file(folder, rank), "w") as file:
         faulthandler.register(STACK_SIGNAL, file, all_threads=False)
         try:
@@ -99,7 +98,8 @@ def _join_group(
         OMP_NUM_THREADS="1",
     )
     if on_start is not None:
-        on_start(rank)
+        on_start(rank)  # still of one thread, so it may enter another user namespace
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -34,7 +34,8 @@ from torchrec_picasso.app.zoo.registry import make_source
 from torchrec_picasso.schedule.schedule import Setting
 
 _STOCK_PIPELINE = PipelineConfig(kind="sparse_dist")
-_COUNTED_STEPS, _BLOCK_STEPS, _PROBE_STEPS = 2, 5, 3
+_COUNTED_STEPS, _BLOCK_STEPS = 2, 5
+_PROBE_WARMUP_STEPS, _PROBE_STEPS = 2, 3
 _MOST_TUNING_STEPS = 250
 """Steps in which the interleaved pipeline must choose its settings."""
 
@@ -109,7 +110,7 @@ def compare_on_rank(rank: int, world_size: int, spec: CompareSpec) -> dict[str, 
     start_s = time.monotonic()
     quiet_upstream()
     source = make_source(spec.config.data, spec.config.seed)
-    probe_steps = spec.warmup_steps + _PROBE_STEPS
+    probe_steps = _PROBE_WARMUP_STEPS + _PROBE_STEPS
     num_probes = len(spec.stock) if len(spec.stock) > 1 else 0
     progress = Progress("compare", 2 * spec.num_steps + num_probes * probe_steps, shown=rank == 0)
     batches = list(
@@ -183,13 +184,13 @@ def _probe(
 ) -> float:
     """Step time of a stock placement in ms, that of the slowest rank."""
     trainer = Trainer(_with_pipeline(spec, _STOCK_PIPELINE), source, placement=name)
-    trainer.train(batches, spec.warmup_steps)
+    trainer.train(batches, _PROBE_WARMUP_STEPS)
     dist.barrier()
     start_s = time.perf_counter()
-    trainer.train(batches[spec.warmup_steps :], _PROBE_STEPS)
+    trainer.train(batches[_PROBE_WARMUP_STEPS:], _PROBE_STEPS)
     wall_s = torch.tensor(time.perf_counter() - start_s)
     dist.all_reduce(wall_s, dist.ReduceOp.MAX)
-    progress.advance(spec.warmup_steps + _PROBE_STEPS)
+    progress.advance(_PROBE_WARMUP_STEPS + _PROBE_STEPS)
     del trainer
     gc.collect()
     return float(wall_s) / _PROBE_STEPS * 1e3
