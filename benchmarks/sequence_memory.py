@@ -272,10 +272,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         found[variant] = ranks
         for rank, measured in enumerate(ranks):
             peak, unit = measured["peak_bytes"], measured["lookups_x_dim_bytes"]
-            told = f"{peak / 1e6:8.1f} MB, {peak / unit:.2f} lookups x dim"
+            line = f"{peak / 1e6:8.1f} MB, {peak / unit:.2f} lookups x dim"
             if (predicted := ranks[0]["predicted_bytes"]) is not None:
-                told += f"; predicted {predicted[rank] / 1e6:.1f} MB"
-            print(f"{variant:14} rank {rank}: {told}")
+                line += f"; predicted {predicted[rank] / 1e6:.1f} MB"
+            print(f"{variant:14} rank {rank}: {line}")
         for source, num_bytes in ranks[0]["sources"].items():
             print(f"    {num_bytes / 1e6:8.1f} {source}", flush=True)
     if args.out:

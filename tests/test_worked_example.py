@@ -95,7 +95,7 @@ def worked_example() -> Lines:
         request.receive_row_numbers()
     for request, earlier in zip(requests, before):
         request.send_dirty_mask(earlier)
-    layouts = [request.lay_out() for request in requests]
+    layouts = [request.build_layout() for request in requests]
     packs = [layout.packs[0] for layout in layouts]
     rows_W = [BatchRows(group, layout) for group, layout in zip(world.groups, layouts)]
     for fetch in (

@@ -285,8 +285,8 @@ def test_the_number_of_samples_of_an_unknown_type_is_read_off_its_attributes() -
 
 
 def test_a_batch_without_samples_has_no_number() -> None:
-    told = "tuple without a tensor or KeyedJaggedTensor.*unknown.*split_batch="
-    with pytest.raises(InputError, match=told):
+    message = "tuple without a tensor or KeyedJaggedTensor.*unknown.*split_batch="
+    with pytest.raises(InputError, match=message):
         num_samples((1, None, torch.tensor(3)))
     assert split_batch((1, None), [3, 4]) == [(1, None), (1, None)]
 

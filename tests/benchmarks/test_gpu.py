@@ -102,23 +102,23 @@ def test_syncs_are_counted_per_step_and_the_mode_is_put_back(
 
 
 def test_time_on_a_gpu_is_that_between_two_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+    calls: list[str] = []
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
 
         def record(self) -> None:
-            told.append("record")
+            calls.append("record")
 
         def elapsed_time(self, end: Event) -> float:
             return 7.0
 
-    tell: Callable[[str], Callable[[], None]] = lambda what: lambda: told.append(what)  # noqa: E731
+    tell: Callable[[str], Callable[[], None]] = lambda what: lambda: calls.append(what)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "synchronize", tell("synchronize"))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     assert elapsed_ms(tell("work"), CUDA) == 7.0
-    assert told == ["synchronize", "record", "work", "record", "synchronize"]
+    assert calls == ["synchronize", "record", "work", "record", "synchronize"]
     assert elapsed_ms(tell("work"), torch.device("cpu")) < 1000.0
 
 
@@ -162,8 +162,8 @@ def test_a_difference_is_relative_to_the_largest_weight_and_nan_is_far() -> None
 )
 def test_a_race_is_a_problem(changes: dict[str, float], problem: str) -> None:
     ours = dataclasses.replace(EXACT, **changes)
-    (told,) = judge({PLAIN: EXACT, "ours": ours}, {}, {1: True}, repeats=20).problems
-    assert problem in told
+    (found,) = judge({PLAIN: EXACT, "ours": ours}, {}, {1: True}, repeats=20).problems
+    assert problem in found
 
 
 def test_a_pipeline_that_raises_is_a_problem_beside_those_that_ran() -> None:
@@ -180,8 +180,8 @@ def test_bits_prove_nothing_where_the_plain_loop_does_not_repeat_itself() -> Non
 
 
 def test_bits_that_lookahead_changes_are_a_problem() -> None:
-    (told,) = judge({PLAIN: EXACT, "ours": EXACT}, {}, {1: True, 2: False}, repeats=20).problems
-    assert told == "K=2: lookahead on and off are not equal to the bit"
+    (found,) = judge({PLAIN: EXACT, "ours": EXACT}, {}, {1: True, 2: False}, repeats=20).problems
+    assert found == "K=2: lookahead on and off are not equal to the bit"
 
 
 def test_uvm_compares_with_a_cache_of_as_many_rows_and_knows_where_replicas_are() -> None:

@@ -37,8 +37,8 @@ def test_every_result_names_its_environment() -> None:
 
 def test_figures_are_those_of_the_kept_run() -> None:
     checks = read("quality.json")["checks"]
-    told = load_rules(QualityConfig, ROOT / "configs" / "quality.yaml").checks or {}
-    assert list(checks) == list(told)
+    rules = load_rules(QualityConfig, ROOT / "configs" / "quality.yaml").checks or {}
+    assert list(checks) == list(rules)
     seeds, hstu = read("quality_seeds.json")["seeds"], read("quality_hstu.json")["seeds"]
     by_samples = read("quality_by_samples.json")
     found = [
@@ -99,9 +99,9 @@ def test_figures_are_those_of_the_kept_report() -> None:
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     cells = [cell for row in rows for cell in row.split("|")[2:]]
     figures = [figure for cell in cells for figure in FIGURE.findall(cell)]
-    told = [each for each in figures if not each.isdigit() or int(each) >= SMALLEST]
-    assert len(told) > 20
-    assert not [figure for figure in told if figure not in kept]
+    shown = [each for each in figures if not each.isdigit() or int(each) >= SMALLEST]
+    assert len(shown) > 20
+    assert not [figure for figure in shown if figure not in kept]
 
 
 def test_nothing_of_the_kept_report_failed() -> None:

@@ -141,7 +141,7 @@ def measured_on_link(
     world_size: int, ranks_per_host: int, budget_s: float, link: SlowLink
 ) -> tuple[CommCurves, float, list[str]]:
     """The curves, the seconds that they took by the link's clock, and the points told."""
-    told: list[str] = []
+    labels: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "_now_s", lambda: link.now_s)
         patch.setattr(measure, "_prepare", link.call)
@@ -150,9 +150,9 @@ def measured_on_link(
             ranks_per_host=ranks_per_host,
             budget_s=budget_s,
             seconds_per_point=0.05,
-            advance=told.append,
+            advance=labels.append,
         )
-    return curves, link.now_s, told
+    return curves, link.now_s, labels
 
 
 def several_budgets(rank: int, world_size: int) -> list[tuple[CommCurves, float, list[str]]]:
@@ -172,9 +172,9 @@ def test_a_slow_link_gets_the_sizes_that_fit_and_all_ranks_agree() -> None:
         assert curves.collectives == other.collectives
     # 5 MB/s, the slowest rank's: 5 calls of 5 collectives take 5 s with 1 MiB, 21 s with 4
     assert [sizes_of(curves) for curves, _, _ in ranks[1]] == [2, 4, 6, NUM_SIZES]
-    for _, seconds, told in ranks[1]:
+    for _, seconds, labels in ranks[1]:
         assert seconds < 3000
-        assert len(told) == num_points(2, MAX_BYTES) == NUM_SIZES * len(COLLECTIVES)
+        assert len(labels) == num_points(2, MAX_BYTES) == NUM_SIZES * len(COLLECTIVES)
     for curves, _, _ in ranks[1][1:]:  # two sizes of some ms say little of the bandwidth
         last = curves.collectives["all_reduce"]
         assert last.ms_at(1e9) == pytest.approx((LATENCY_S + 1e9 / 5e6) * 1e3, rel=0.02)

@@ -27,7 +27,7 @@ BY_HOST = HotColdParams(form="node_rows")
 
 
 @pytest.mark.parametrize(
-    ("by_rank", "told"),
+    ("by_rank", "reason"),
     [
         ([(2, 0), (2, 1), (2, 0), (2, 1)], None),
         ([(2, 0), (2, 1), (-1, 0), (2, 1)], "LOCAL_WORLD_SIZE is not set on all ranks"),
@@ -38,9 +38,9 @@ BY_HOST = HotColdParams(form="node_rows")
         ([(3, 0), (3, 1), (3, 2), (3, 0)], "ranks are not numbered host by host, 3 on each"),
     ],
 )
-def test_ranks_that_exchange_by_host(by_rank: Any, told: str | None) -> None:
+def test_ranks_that_exchange_by_host(by_rank: Any, reason: str | None) -> None:
     found = why_no_hosts(by_rank)
-    assert found is None if told is None else (found or "").startswith(told)
+    assert found is None if reason is None else (found or "").startswith(reason)
 
 
 def _shard(params: dict[str, HotColdParams], wire: str | None = None) -> object:
@@ -56,21 +56,21 @@ def _shard(params: dict[str, HotColdParams], wire: str | None = None) -> object:
 
 def _refuse(rank: int, world_size: int) -> dict[str, str]:
     all_by_host = {"t": BY_HOST, "u": BY_HOST}
-    told = {}
+    messages = {}
     pretend_hosts(rank, 2)
     for name, args in {
         "rows beside": ({"t": BY_HOST, "u": HotColdParams()},),
         "bags beside": ({"t": BY_HOST, "u": HotColdParams(form="bags")},),
         "half wire": (all_by_host, "fp16"),
     }.items():
-        told[name] = refusal(CompatError, _shard, *args)
+        messages[name] = refusal(CompatError, _shard, *args)
     pretend_hosts(rank, 4)
-    told["one host"] = refusal(CompatError, _shard, all_by_host)
+    messages["one host"] = refusal(CompatError, _shard, all_by_host)
     if rank == 3:  # all ranks are told, not only this one
         os.environ.pop("LOCAL_WORLD_SIZE")
-    told["not set"] = refusal(CompatError, _shard, all_by_host)
-    told["no CPU"] = refusal(CompatError, connect_hosts, dist.group.WORLD, None)
-    return told
+    messages["not set"] = refusal(CompatError, _shard, all_by_host)
+    messages["no CPU"] = refusal(CompatError, connect_hosts, dist.group.WORLD, None)
+    return messages
 
 
 def test_what_is_not_built_is_refused_on_all_ranks() -> None:
@@ -85,9 +85,9 @@ def test_what_is_not_built_is_refused_on_all_ranks() -> None:
         "not set": "form='node_rows' was given, but LOCAL_WORLD_SIZE is not set on all ranks",
         "no CPU": "form='node_rows' was given for tables on None; it is built and tested for",
     }
-    for told in by_rank:
+    for messages in by_rank:
         for name, start in expected.items():
-            assert told[name].startswith(start), told[name]
+            assert messages[name].startswith(start), messages[name]
 
 
 HOSTS = ((2, 2), (2, 4))

@@ -144,9 +144,9 @@ def test_several_files_count_like_one(tmp_path: Path) -> None:
 def test_progress_is_told_every_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collect, "CHUNK_ROWS", 4)
     path = write(tmp_path / "a.parquet", user=list(range(10)))
-    told: list[int] = []
-    FrequencyStats.from_files(path, [USER], progress=told.append)
-    assert told == [4, 4, 2]
+    counts: list[int] = []
+    FrequencyStats.from_files(path, [USER], progress=counts.append)
+    assert counts == [4, 4, 2]
 
 
 @pytest.mark.parametrize("wrong", [100, -3])
@@ -195,10 +195,10 @@ def test_a_column_of_something_else_is_refused(tmp_path: Path, values: pa.Array)
 def test_a_missing_column_is_named_before_anything_is_counted(tmp_path: Path) -> None:
     good = write(tmp_path / "a.parquet", user=[1], item=[2])
     bad = write(tmp_path / "b.parquet", item=[2], price=[3])
-    told: list[int] = []
-    message = refused([good, bad], progress=told.append)
+    counts: list[int] = []
+    message = refused([good, bad], progress=counts.append)
     assert message.startswith(f"{bad}: missing column user; the file has item, price")
-    assert not told
+    assert not counts
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

@@ -415,8 +415,8 @@ def test_rows_go_by_host_where_the_curves_are_of_hosts() -> None:
     planner, forms = _placed_on_hosts(curves=fast)
     assert forms == {"rows"}
     ms = planner.decision.priced_ms
-    told = f"; sent directly: a step is predicted to take {ms['rows']:.1f} ms, "
-    assert planner.explain()["why"].str.endswith(f"{told}{ms['node_rows']:.1f} by host").all()
+    reason = f"; sent directly: a step is predicted to take {ms['rows']:.1f} ms, "
+    assert planner.explain()["why"].str.endswith(f"{reason}{ms['node_rows']:.1f} by host").all()
 
 
 @pytest.mark.parametrize(
@@ -475,7 +475,7 @@ def test_rows_go_by_host_where_that_is_requested(curves: Any, hot_rows: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("tables", "arguments", "told"),
+    ("tables", "arguments", "message"),
     [
         (
             ROWS,
@@ -503,10 +503,10 @@ def test_rows_go_by_host_where_that_is_requested(curves: Any, hot_rows: Any) -> 
 )
 @pytest.mark.filterwarnings("ignore:curves of")
 def test_rows_by_host_that_cannot_be_had_are_refused(
-    tables: Any, arguments: dict[str, Any], told: str
+    tables: Any, arguments: dict[str, Any], message: str
 ) -> None:
     curves = None if "topology" in arguments else ON_HOSTS
-    with pytest.raises(PlanError, match=told):
+    with pytest.raises(PlanError, match=message):
         _placed_on_hosts(
             constraints=dict.fromkeys(tables, BY_HOST), **{"curves": curves, **arguments}
         )

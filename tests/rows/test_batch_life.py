@@ -121,7 +121,7 @@ def _train(
             for request, earlier in zip(requests, before):
                 request.send_dirty_mask(earlier)
         before = requests
-        layouts = _everywhere(requests, RowRequest.lay_out)
+        layouts = _everywhere(requests, RowRequest.build_layout)
         rows_W = [BatchRows(group, layout) for group, layout in zip(world.groups, layouts)]
         if lookahead:
             _everywhere(rows_W, BatchRows.fetch_clean)
@@ -206,7 +206,7 @@ def test_rows_of_another_hot_set_are_never_served() -> None:
     (route,) = group.routes
     route.hot = type(route.hot)(route.hot.ids_H, route.hot.start_P1, epoch=1)
     with pytest.raises(AssertionError, match="another hot set"):
-        BatchRows(group, request.lay_out())
+        BatchRows(group, request.build_layout())
 
 
 def test_given_back_memory_is_used_again_also_by_a_smaller_matrix() -> None:

@@ -127,7 +127,7 @@ class Trained:
 
     def step(self, step: int) -> None:
         groups, chunks = self.world.groups, range(len(self._sizes_K))
-        layouts = self._each(RowRequest.lay_out, self.request(step))
+        layouts = self._each(RowRequest.build_layout, self.request(step))
         rows_W = self._each(BatchRows, groups, layouts)
         if self.lookahead:
             self._each(BatchRows.fetch_clean, rows_W)
@@ -277,8 +277,8 @@ def test_a_check_of_the_coverage_asks_the_device_nothing(monkeypatch: pytest.Mon
     put_on_device(world)
     (group, *_) = world.groups
     group.ranks.pg = None
-    told = SimpleNamespace(wait=lambda: [[3, 1], [1, 3]])
-    monkeypatch.setattr(refresher, "Agreement", lambda *args: told)
+    agreed = SimpleNamespace(wait=lambda: [[3, 1], [1, 3]])
+    monkeypatch.setattr(refresher, "Agreement", lambda *args: agreed)
     with in_place_of_the_device(), PretendedDevice() as device:
         checks = refresher.Refresher([group], Refresh(check_steps=1))
         before = device.totals

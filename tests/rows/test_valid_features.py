@@ -41,9 +41,9 @@ BAD = [
 
 @pytest.mark.parametrize(("given", "complaint"), BAD)
 def test_what_does_not_fit_is_said(given: KeyedJaggedTensor, complaint: str) -> None:
-    told = form_error(given)
-    assert "features a, b has " in told
-    assert complaint in told
+    message = form_error(given)
+    assert "features a, b has " in message
+    assert complaint in message
 
 
 @pytest.mark.parametrize("given", [given for given, _ in BAD])

@@ -187,7 +187,7 @@ def test_the_frame_has_a_line_per_operation() -> None:
 
 def test_a_schedule_is_checked_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost_layout(batch: int, setting: Setting) -> list[Op]:
-        return [Op("lay_out", batch), Op("receive_row_numbers", batch)]
+        return [Op("build_layout", batch), Op("receive_row_numbers", batch)]
 
     training_schedule.cache_clear()
     monkeypatch.setattr(schedule_module, "_row_numbers_arrive", lost_layout)

@@ -44,7 +44,7 @@ def _last_of(features: KeyedJaggedTensor, feature: str) -> int:
 
 def _refused_batches(rank: int, world_size: int) -> tuple[list[str], Any, Any]:
     """Every feature in turn has a bad id on rank 1, then on all ranks; good steps in between."""
-    model, told, losses = build(JOB, rank, world_size), [], []
+    model, messages, losses = build(JOB, rank, world_size), [], []
     for step, (feature, rows) in enumerate(ROWS.items()):
         losses += train(model, JOB, rank, [step])
         for bad_ranks in ([1], range(world_size)):
@@ -52,18 +52,18 @@ def _refused_batches(rank: int, world_size: int) -> tuple[list[str], Any, Any]:
             if rank in bad_ranks:
                 last = _last_of(batch.sparse_features, feature)
                 batch.sparse_features = _with(batch.sparse_features, last, id=rows + rank)
-            told.append(refusal(picasso.InputError, model, batch))
+            messages.append(refusal(picasso.InputError, model, batch))
     undisturbed = build(JOB, rank, world_size)
     expected = train(undisturbed, JOB, rank, range(len(ROWS))), replicas_of(undisturbed)
-    return told, (losses, replicas_of(model)), expected
+    return messages, (losses, replicas_of(model)), expected
 
 
 def test_training_goes_on_after_a_refused_batch() -> None:
-    for rank, (told, disturbed, undisturbed) in enumerate(
+    for rank, (messages, disturbed, undisturbed) in enumerate(
         run_ranks(_refused_batches, 2, timeout_s=60)
     ):
         torch.testing.assert_close(disturbed, undisturbed, rtol=0, atol=0)
-        for (feature, rows), alone, together in zip(ROWS.items(), told[::2], told[1::2]):
+        for (feature, rows), alone, together in zip(ROWS.items(), messages[::2], messages[1::2]):
             own = f"feature {feature!r} looks up row {rows + rank} of table "
             assert together.startswith(own)
             assert f"whose rows are 0..{rows - 1}; 1 such ids" in together
@@ -74,13 +74,13 @@ BadValue = tuple[dict[str, Any], dict[str, float], str]
 
 
 def _bad_id(row: int, place: int | str = 2, **changes: Any) -> BadValue:
-    told = f"feature 'f0' looks up row {row} of table 'a', whose rows are 0..59"
-    return {"placement": {"*": 2, "a": place}, **changes}, {"id": row}, told
+    message = f"feature 'f0' looks up row {row} of table 'a', whose rows are 0..59"
+    return {"placement": {"*": 2, "a": place}, **changes}, {"id": row}, message
 
 
 def _bad_weight(weight: float, place: int | str) -> BadValue:
-    told = f"feature 'f0' of table 'a' has per-sample weight {weight}"
-    return {"placement": {"*": place}, "weighted": True}, {"weight": weight}, told
+    message = f"feature 'f0' of table 'a' has per-sample weight {weight}"
+    return {"placement": {"*": place}, "weighted": True}, {"weight": weight}, message
 
 
 BAD_VALUES: dict[str, BadValue] = {
@@ -98,7 +98,7 @@ BAD_VALUES: dict[str, BadValue] = {
 
 def _bad_values(rank: int, world_size: int) -> dict[str, str]:
     """A good step first, then one in which rank 1 holds a bad id or weight."""
-    told = {}
+    messages = {}
     for name, (changes, values, _) in BAD_VALUES.items():
         job = dataclasses.replace(JOB, **changes)
         model = build(job, rank, world_size)
@@ -106,20 +106,20 @@ def _bad_values(rank: int, world_size: int) -> dict[str, str]:
         batch = make_batch(job, rank, 1)
         if rank == 1:
             batch.sparse_features = _with(batch.sparse_features, 3, **values)
-        told[name] = refusal(picasso.InputError, model, batch)
-    return told
+        messages[name] = refusal(picasso.InputError, model, batch)
+    return messages
 
 
 def test_a_bad_id_or_weight_is_named_on_all_ranks() -> None:
-    told_0, told_1 = run_ranks(_bad_values, 2, timeout_s=100)
+    on_rank_0, on_rank_1 = run_ranks(_bad_values, 2, timeout_s=100)
     for name, (_, values, own) in BAD_VALUES.items():
-        assert own in told_1[name], name
+        assert own in on_rank_1[name], name
         kind = (
             "ids outside their tables"
             if "id" in values
             else "per-sample weights that are not finite"
         )
-        assert f"rank 1 holds 1 {kind}" in told_0[name], name
+        assert f"rank 1 holds 1 {kind}" in on_rank_0[name], name
 
 
 CHANGED_ON_THE_WAY = {
@@ -137,7 +137,7 @@ WRONG = ("ids of type torch.float32", "lengths that sum to ", "a length of -")
 def _bad_lengths(rank: int, world_size: int) -> dict[Any, str]:
     """On rank 1 a sum that does not fit, one that does, with a length below 0, and ids (change 0)
     that are no integers."""
-    told = {}
+    messages = {}
     for name, feature in CHANGED_ON_THE_WAY.items():
         for kind, change, num_micro_batches in product(feature.kinds, (2, -20, 0), (0, 1)):
             batch = batch_of(feature, rank, 0, is_ours=True)
@@ -152,17 +152,19 @@ def _bad_lengths(rank: int, world_size: int) -> dict[Any, str]:
             if num_micro_batches:
                 pipeline = pipeline_of(model, num_micro_batches=num_micro_batches)
             case = name, kind, num_micro_batches, change
-            told[case] = refusal(picasso.InputError, pipeline.progress, iter([batch]))
-    return told
+            messages[case] = refusal(picasso.InputError, pipeline.progress, iter([batch]))
+    return messages
 
 
 def test_lengths_are_looked_at_before_anybody_changes_features() -> None:
-    told_0, told_1 = run_ranks(_bad_lengths, 2, timeout_s=60)
-    assert len(told_1) == 6 * 7
-    for (*case, change), told in told_1.items():
+    on_rank_0, on_rank_1 = run_ranks(_bad_lengths, 2, timeout_s=60)
+    assert len(on_rank_1) == 6 * 7
+    for (*case, change), message in on_rank_1.items():
         why = WRONG[(change > 0) - (change < 0)]
-        assert f"features f, g, h has {why}" in told, case
-    assert all(told.startswith("rank 1 holds lengths that do not") for told in told_0.values())
+        assert f"features f, g, h has {why}" in message, case
+    assert all(
+        message.startswith("rank 1 holds lengths that do not") for message in on_rank_0.values()
+    )
 
 
 def _shard(
@@ -181,7 +183,7 @@ def _shard(
 
 
 def _refusals(rank: int, world_size: int) -> dict[str, str]:
-    told = {}
+    messages = {}
     for name, how in {
         "table-wise": {"way": table_wise(rank=0)},
         "bags row-wise": {"way": row_wise(), "params": picasso.HotColdParams(form="bags")},
@@ -193,13 +195,13 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
     }.items():
         with pytest.raises((picasso.PlanError, picasso.CompatError)) as caught:
             _shard(**how)
-        told[name] = f"{type(caught.value).__name__}: {caught.value}"
-    return told
+        messages[name] = f"{type(caught.value).__name__}: {caught.value}"
+    return messages
 
 
 def test_refused_placements() -> None:
-    (told,) = run_ranks(_refusals, 1, timeout_s=60)
-    assert told == {
+    (message,) = run_ranks(_refusals, 1, timeout_s=60)
+    assert message == {
         "table-wise": "PlanError: table 't' carries HotColdParams(form='rows') but is placed "
         "'table_wise'; hot/cold tables of this form are placed 'row_wise'",
         "bags row-wise": "PlanError: table 't' carries HotColdParams(form='bags') but is placed "

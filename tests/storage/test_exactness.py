@@ -59,10 +59,10 @@ def _check(device: torch.device = CPU, **settings: Any) -> None:
 def test_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(CompatError, match=message) as caught:
         _check(**settings)
-    told = str(caught.value)
-    assert told.startswith("hot/cold tables 't': ")
+    found = str(caught.value)
+    assert found.startswith("hot/cold tables 't': ")
     # TorchRec has no CPU kernel for these optimizers either
-    assert ("without HotColdParams" in told) == ("no CPU kernel" not in message)
+    assert ("without HotColdParams" in found) == ("no CPU kernel" not in message)
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ class Program:
 
     head: type[Head] = Head
     model: Callable[[type[Head]], nn.Module] = Model
-    told: Sequence[str] = ()
+    in_summary: Sequence[str] = ()
     """Parts of the pipeline's summary."""
     wrapper: Callable[[], DataParallelWrapper | None] = lambda: None
     prepare: Callable[[Any], Any] = lambda model: None
@@ -302,7 +302,7 @@ def _train(program: Program, rank: int, number: Any) -> Any:
             with program.within():
                 outputs.append(pipeline.progress(batches))
     if is_ours:
-        assert all(part in pipeline.summary() for part in program.told), pipeline.summary()
+        assert all(part in pipeline.summary() for part in program.in_summary), pipeline.summary()
     return outputs, gathered(sharded)
 
 

@@ -245,11 +245,11 @@ def _tracked(kind: str, mode: TrackingMode) -> Run:
         tracker: Any = model.init_torchrec_delta_tracker(DeltaTrackerConfig(tracking_mode=mode))
         pipeline = pipelines.TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
         batches = iter([batch_of(feature, rank, step, True) for step in range(NUM_STEPS)])
-        told = []
+        tracked = []
         for _ in range(NUM_STEPS):
             pipeline.progress(batches)
-            told.append(read_tracker(tracker))
-        return told
+            tracked.append(read_tracker(tracker))
+        return tracked
 
     return run
 

@@ -57,12 +57,12 @@ def _refused(rank: int, world_size: int) -> tuple[str, str]:
     before = programs.left_behind(model)
     pipeline = _pipeline(model, num_micro_batches=4)
     for _ in range(2):
-        told = refusal(CompatError, pipeline.progress, iter(batches))
+        message = refusal(CompatError, pipeline.progress, iter(batches))
     torch.testing.assert_close(programs.left_behind(model), before, rtol=0, atol=0)
     automatic = _pipeline(programs.build(programs.Model(_Clicked), ()), lookahead=True)
     run_to_the_end(automatic, iter(batches))
     assert automatic.num_micro_batches == 1
-    return told, automatic.summary()
+    return message, automatic.summary()
 
 
 def _all_clicked(batch: Batch) -> Batch:
@@ -74,9 +74,9 @@ def test_a_difference_is_found_on_all_ranks_before_the_first_step() -> None:
     """More of them, compared with stock where they train whole: ``test_hostile_models.py``."""
     first, other = run_once(_refused, 2)
     assert first == other
-    told, summary = first
-    assert "the gradient of the output of ebc differs by" in told
-    assert "use num_micro_batches=1" in told.lower()
+    message, summary = first
+    assert "the gradient of the output of ebc differs by" in message
+    assert "use num_micro_batches=1" in message.lower()
     assert "batches are whole: " in summary.splitlines()[-1]
 
 
@@ -112,8 +112,8 @@ def _another(rank: int, world_size: int) -> str:
 
 
 def test_another_model_is_looked_at_in_its_first_step() -> None:
-    for told in run_ranks(_another, 2, timeout_s=60):
-        assert "the gradient of the output of ebc differs" in told
+    for message in run_ranks(_another, 2, timeout_s=60):
+        assert "the gradient of the output of ebc differs" in message
 
 
 class _LateClicked(_Clicked):
@@ -136,8 +136,8 @@ def _late(rank: int, world_size: int) -> str:
 
 
 def test_a_difference_that_shows_late_is_refused_in_that_very_step() -> None:
-    for told in run_ranks(_late, 2, timeout_s=120):
-        assert "in 2 micro-batches the gradient of the output of ebc" in told
+    for message in run_ranks(_late, 2, timeout_s=120):
+        assert "in 2 micro-batches the gradient of the output of ebc" in message
 
 
 def test_checks_become_rare() -> None:

@@ -94,8 +94,8 @@ def test_rows_and_states_are_those_of_stock(case: str) -> None:
         num_rows = [len(ids) for read in expected for ids, _ in read.values()]
         assert max(num_rows) > min(num_rows) > 0  # not all rows each time
         for driver in DRIVERS[1:]:
-            told = expected[1:] if driver == "late" else expected
-            torch.testing.assert_close(on_rank[case, driver], told, rtol=1e-4, atol=2e-5)
+            tracked = expected[1:] if driver == "late" else expected
+            torch.testing.assert_close(on_rank[case, driver], tracked, rtol=1e-4, atol=2e-5)
 
 
 def _momentum(rank: int, world_size: int) -> tuple[list[Any], Any, str]:
@@ -133,7 +133,7 @@ def test_the_state_before_a_step_where_stock_reads_none() -> None:
 
 
 def _refused(rank: int, world_size: int) -> list[str]:
-    told = []
+    messages = []
     for feature, kind, mode in (
         (Feature("shared", tables=SHARED), "bags", IDS),
         (Feature("row-wise"), "sequences", TrackingMode.MOMENTUM_LAST),
@@ -145,8 +145,8 @@ def _refused(rank: int, world_size: int) -> list[str]:
         if mode is not None:
             config = DeltaTrackerConfig(tracking_mode=mode)
             ask = partial(model.init_torchrec_delta_tracker, config)
-        told.append(refusal(CompatError, ask))
-    return told
+        messages.append(refusal(CompatError, ask))
+    return messages
 
 
 def test_what_it_cannot_say_is_refused_where_it_is_asked_for() -> None:

@@ -191,9 +191,9 @@ def _freeze(rank: int, world_size: int) -> tuple[bool, str]:
 
 def test_frozen_weights_stay_and_the_summary_tells() -> None:
     """The mean of three equal weights may be another weight, by rounding."""
-    for stays, told in run_ranks(_freeze, 3, timeout_s=60):
+    for stays, summary in run_ranks(_freeze, 3, timeout_s=60):
         assert stays
-        assert told.endswith("\ndense weights: averaged every 2 steps, not exact")
+        assert summary.endswith("\ndense weights: averaged every 2 steps, not exact")
 
 
 def test_it_is_announced_or_refused() -> None:

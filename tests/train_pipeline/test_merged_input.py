@@ -421,7 +421,7 @@ def _half_empty(rank: int, step: int) -> Batch:
 
 
 def _refused(model: Callable[[type[Head]], Model], what: str) -> Program:
-    return Program(model=model, told=["ebc: not pipelined", _HERE, what], numbers=(1,))
+    return Program(model=model, in_summary=["ebc: not pipelined", _HERE, what], numbers=(1,))
 
 
 def _stale(model: type[Model], **around: Any) -> Program:
@@ -434,29 +434,29 @@ def _writing(layer: type[LateHalving], refused: tuple[int, ...] = (1, 2)) -> Pro
 
 
 PROGRAMS = {
-    "merged": Program(model=Merged, told=IS, numbers=NUMBERS),
-    "of tensors": Program(model=OfTensors, told=IS, numbers=NUMBERS),
-    "crossed": Program(model=Crossed, told=IS, numbers=NUMBERS),
-    "largest": Program(model=Largest, told=IS, numbers=NUMBERS),
-    "largest of none": Program(model=Largest, told=IS, numbers=NUMBERS, batch=_half_empty),
-    "shifted": Program(model=Shifted, told=IS, numbers=NUMBERS),
-    "rolled": Program(model=Rolled, head=OfLookups, told=IS, numbers=NUMBERS),
-    "rolled, largest": Program(model=RolledLargest, head=OfLookups, told=IS, numbers=NUMBERS),
+    "merged": Program(model=Merged, in_summary=IS, numbers=NUMBERS),
+    "of tensors": Program(model=OfTensors, in_summary=IS, numbers=NUMBERS),
+    "crossed": Program(model=Crossed, in_summary=IS, numbers=NUMBERS),
+    "largest": Program(model=Largest, in_summary=IS, numbers=NUMBERS),
+    "largest of none": Program(model=Largest, in_summary=IS, numbers=NUMBERS, batch=_half_empty),
+    "shifted": Program(model=Shifted, in_summary=IS, numbers=NUMBERS),
+    "rolled": Program(model=Rolled, head=OfLookups, in_summary=IS, numbers=NUMBERS),
+    "rolled, largest": Program(model=RolledLargest, head=OfLookups, in_summary=IS, numbers=NUMBERS),
     "same totals": Program(
-        model=SameTotals, head=OfLookups, batch=_same_totals, told=IS, numbers=NUMBERS
+        model=SameTotals, head=OfLookups, batch=_same_totals, in_summary=IS, numbers=NUMBERS
     ),
     "postproc": Program(
-        model=Shifted, told=IS, numbers=NUMBERS, options={"pipeline_postproc": True}
+        model=Shifted, in_summary=IS, numbers=NUMBERS, options={"pipeline_postproc": True}
     ),
-    "compiled": Program(model=Compiled, told=IS, numbers=(1, None)),
+    "compiled": Program(model=Compiled, in_summary=IS, numbers=(1, None)),
     "cast": _refused(Cast, "is in a mode of its own, such as autocast (in training)"),
     "stock tables": Program(
         model=Merged,
-        told=[*IS, "ebc (stock tables): computed once"],
+        in_summary=[*IS, "ebc (stock tables): computed once"],
         stock=["t_g"],
         numbers=NUMBERS,
     ),
-    "buffer": Program(model=Buffered, told=IS, numbers=NUMBERS),
+    "buffer": Program(model=Buffered, in_summary=IS, numbers=NUMBERS),
     "noise": _refused(Noisy, "draws random numbers"),
     "dropout": _refused(Dropped, "draws random numbers (in training)"),
     "parameter": _refused(Learned, "reads a parameter"),
@@ -474,7 +474,7 @@ PROGRAMS = {
     "member replaced later": _writing(ReplacingHalving),
     "micro-batches written": _writing(PartHalving, refused=(2,)),
     "array written in evaluation": _refused(_halved(EvaluationHalving), WRITES),
-    "note in the batch": Program(model=_halved(Noting), told=IS, numbers=(1, 2)),
+    "note in the batch": Program(model=_halved(Noting), in_summary=IS, numbers=(1, 2)),
     "written by a layer": dataclasses.replace(_stale(Clamped), refusal="a layer has written"),
     "attribute changed between steps": _stale(Salted, before_step=_salt),
     "buffer written between steps": _stale(Buffered, before_step=_write),
@@ -500,20 +500,20 @@ CUT = (Merged, OfTensors, Crossed, Largest, Shifted, ByMode, Buffered)
 
 
 def _summaries(rank: int, world_size: int) -> dict[type[Model], str]:
-    told = {}
+    summaries = {}
     for kind in (*CUT, Beside):
         model = build(kind(Head), ())
         pipeline = InterleavedTrainPipeline(model, dense_optimizer(model), CPU)
         runs.run_to_the_end(pipeline, iter([batch_of(rank, step) for step in range(STEPS)]))
-        told[kind] = pipeline.summary()
-    return told
+        summaries[kind] = pipeline.summary()
+    return summaries
 
 
 def test_batches_are_cut_by_default_if_only_tables_get_what_is_made() -> None:
-    for told in run_once(_summaries, 2):
-        assert not [kind for kind in CUT if "batches are whole" in told[kind]]
-        assert "batches are whole: " in told[Beside]
-        assert "max at " + __file__ in told[Beside]
+    for summaries in run_once(_summaries, 2):
+        assert not [kind for kind in CUT if "batches are whole" in summaries[kind]]
+        assert "batches are whole: " in summaries[Beside]
+        assert "max at " + __file__ in summaries[Beside]
 
 
 def _per_candidate(self: Head, out: Tensor, batch: Batch) -> JaggedTensor:
@@ -625,21 +625,23 @@ def _refusals(rank: int, world_size: int) -> dict[type[Model], str]:
     batches = [batch_of(rank, step) for step in range(STEPS)]
     if rank == 1:
         batches[3].sparse_features.values()[0] = ROWS
-    told = {}
+    messages = {}
     for kind in (Checked, CheckedBeside, ByRank):
         model = build(kind(OfLookups if kind is CheckedBeside else Head), ())
         pipeline = InterleavedTrainPipeline(model, dense_optimizer(model), CPU)
-        told[kind] = refusal(CompatError, runs.run_to_the_end, pipeline, iter(batches))
-    return told
+        messages[kind] = refusal(CompatError, runs.run_to_the_end, pipeline, iter(batches))
+    return messages
 
 
 def test_what_one_rank_cannot_run_ahead_is_refused_on_all() -> None:
-    told, others = run_once(_refusals, 2)
-    assert told == others
+    messages, others = run_once(_refusals, 2)
+    assert messages == others
     for kind in (Checked, CheckedBeside):
-        assert told[kind].startswith(f"rank 1: {__file__}:")
-        assert "raises ValueError: no such row" in told[kind]
-    assert "the model's forward differs by rank: on rank 0 it reads the input of" in told[ByRank]
+        assert messages[kind].startswith(f"rank 1: {__file__}:")
+        assert "raises ValueError: no such row" in messages[kind]
+    assert (
+        "the model's forward differs by rank: on rank 0 it reads the input of" in messages[ByRank]
+    )
 
 
 def test_a_feature_of_several_tables_is_counted_once() -> None:

@@ -195,14 +195,14 @@ def test_a_pipelines_entry_is_not_that_of_an_earlier_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("silent", "told"),
+    ("silent", "message"),
     [
         ((), "a link between them is down, or they are not in the same step"),
         ((2,), "rank 2 said nothing: it hangs or was ended"),
         ((1, 3), "ranks 1, 3 said nothing: at least one of them hangs or was ended"),
     ],
 )
-def test_no_rank_that_may_only_wait_is_said_to_hang(silent: tuple[int, ...], told: str) -> None:
+def test_no_rank_that_may_only_wait_is_said_to_hang(silent: tuple[int, ...], message: str) -> None:
     store = dist.HashStore()
     for rank in {1, 2, 3}.difference(silent):
         store.set(f"picasso/failed/{rank}", '["step 4, update", false]')
@@ -210,4 +210,4 @@ def test_no_rank_that_may_only_wait_is_said_to_hang(silent: tuple[int, ...], tol
     peers = Peers(pg)
     with pytest.raises(PeerError) as caught, peers.propagate_errors(lambda: "step 4, update"):
         raise RuntimeError("Connection closed by peer")
-    assert str(caught.value).endswith(f"; {told}")
+    assert str(caught.value).endswith(f"; {message}")

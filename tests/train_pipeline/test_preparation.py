@@ -109,20 +109,20 @@ def _train(
 
 
 def _train_all(rank: int, world_size: int, name: str) -> Any:
-    runs, told = {}, {}
+    runs, summaries = {}, {}
     for setting in SETTINGS:
         for is_prepared in (False, True):
             found = _train(name, rank, world_size, setting, is_prepared)
-            runs[setting, is_prepared], told[setting, is_prepared] = found
-    return runs, told
+            runs[setting, is_prepared], summaries[setting, is_prepared] = found
+    return runs, summaries
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", JOBS)
 def test_trains_the_same_bits(name: str, setting: tuple[int, bool]) -> None:
-    by_rank, told = zip(*run_once(_train_all, 4 if JOBS[name].by_host else 2, name))
+    by_rank, summaries = zip(*run_once(_train_all, 4 if JOBS[name].by_host else 2, name))
     compare_runs(by_rank, (setting, True), (setting, False), rtol=0, atol=0)
-    for rank, lines in enumerate(told):
+    for rank, lines in enumerate(summaries):
         assert "prepared" not in lines[setting, False]
         used_again = _counts(lines[setting, True])
         if name in NEVER:
@@ -153,7 +153,7 @@ def _bad(batch: Batch, kind: str) -> Batch:
 
 
 def _refused(rank: int, world_size: int) -> list[tuple[str, str]]:
-    told = []
+    problems = []
     for kind in ("id", "lengths"):
         own = []
         for is_prepared in (False, True):
@@ -163,8 +163,8 @@ def _refused(rank: int, world_size: int) -> list[tuple[str, str]]:
                 batches[2] = _bad(batches[2], kind)
             prepare = pipeline.preparation() if is_prepared else lambda batch: batch
             own.append(refusal(InputError, run_to_the_end, pipeline, map(prepare, batches)))
-        told.append(tuple(own))
-    return told
+        problems.append(tuple(own))
+    return problems
 
 
 def test_bad_input_is_refused_on_all_ranks_alike() -> None:
@@ -228,7 +228,7 @@ class _Numbers(torch.utils.data.Dataset):
 
 def _by_workers(rank: int, world_size: int) -> tuple[dict[bool, Run], str]:
     """A run of batches that workers make and prepare, and one without them; what the first says."""
-    runs, told = {}, ""
+    runs, summary = {}, ""
     for has_workers in (True, False):
         model = build(JOBS["rows"], rank, 2)
         before = model.module.ebc.forward
@@ -245,14 +245,14 @@ def _by_workers(rank: int, world_size: int) -> tuple[dict[bool, Run], str]:
             assert model.module.ebc.forward == before  # the model is as it was
         outputs = run_to_the_end(pipeline, iter(batches))
         runs[has_workers] = result_of_module(model, [], ("ebc",)), outputs
-        told = told or pipeline.summary()
-    return runs, told
+        summary = summary or pipeline.summary()
+    return runs, summary
 
 
 def test_workers_of_a_data_loader_prepare() -> None:
     by_rank, lines = zip(*run_once(_by_workers, 2))
-    for rank, told in enumerate(lines):
-        used, again = _counts(told)  # a refresh requests batches in flight again
+    for rank, summary in enumerate(lines):
+        used, again = _counts(summary)  # a refresh requests batches in flight again
         assert used >= STEPS[rank]
         assert again == 0
     compare_runs(by_rank, True, False, rtol=0, atol=0)

@@ -393,7 +393,7 @@ INTERLEAVED = "ebc: interleaved"
 PROGRAMS = {
     "processed": Program(
         model=_Processed,
-        told=[
+        in_summary=[
             f"fp: {ONCE}it is a ShardedFeatureProcessedEmbeddingBagCollection, with TorchRec's "
             "exchange",
             INTERLEAVED,
@@ -402,23 +402,23 @@ PROGRAMS = {
     ),
     "sequences": Program(
         model=_Sequences,
-        told=[f"ec: {ONCE}it is a ShardedEmbeddingCollection, with TorchRec's exchange"],
+        in_summary=[f"ec: {ONCE}it is a ShardedEmbeddingCollection, with TorchRec's exchange"],
         numbers=(1, 3, None),
     ),
     "frozen": Program(
-        model=_Frozen, told=["still: interleaved", "off: interleaved"], numbers=(1, 3, None)
+        model=_Frozen, in_summary=["still: interleaved", "off: interleaved"], numbers=(1, 3, None)
     ),
     "frozen stock tables": Program(model=_Frozen, stock=["t_f", "t_g"], numbers=(1, 3, None)),
     "changed": Program(
         model=_Changed,
-        told=[
+        in_summary=[
             "changed: not pipelined: its input is not read off the batch but made inside the model",
             INTERLEAVED,
         ],
         numbers=(1, None),
     ),
-    "without wrapper": Program(is_inside=True, told=[INTERLEAVED], numbers=(1, 3, None)),
-    "not data parallel": Program(is_wrapped=False, told=[INTERLEAVED], numbers=(1, 3, None)),
+    "without wrapper": Program(is_inside=True, in_summary=[INTERLEAVED], numbers=(1, 3, None)),
+    "not data parallel": Program(is_wrapped=False, in_summary=[INTERLEAVED], numbers=(1, 3, None)),
     "no loss in evaluation": Program(
         head=QUIET,
         before_step=lambda model, step: model.train(step != STEPS - 1),

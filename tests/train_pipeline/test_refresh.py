@@ -171,7 +171,7 @@ def count_on(rank: int, world_size: int, saved: SavedUses, num_hot: int) -> Any:
     model.eval()  # nothing is counted
     pipeline = pipeline_of(model, refresh=SELDOM)
     assert pipeline.saved_uses() is None
-    pipeline.go_on_with(saved)
+    pipeline.restore_uses(saved)
     pipeline.progress(iter(batches_of(job, rank, range(1))))
     again = pipeline.saved_uses()
     return uses_by_row(again), again.num_batches

@@ -185,8 +185,8 @@ REFUSED: list[tuple[Callable[..., Any], Callable[..., Any], int, list[str]]] = [
 _NUMBER = "return int((labels > 0.5).sum().item())"
 _LOOP = "return sum(label > 0.5 for label in labels)"
 UNTRACEABLE = [
-    (_as(kind), _as_it_is, 1, _untraceable(*told))
-    for kind, told in {
+    (_as(kind), _as_it_is, 1, _untraceable(*parts))
+    for kind, parts in {
         _Untraceable: (_NUMBER, "TypeError: int() argument must be"),
         _WithLen: ("return len(labels)", "RuntimeError: 'len' is not supported in symbolic tr"),
         _WithLoop: (_LOOP, "TraceError: Proxy object cannot be iterated"),
@@ -200,7 +200,7 @@ UNTRACEABLE = [
 
 
 def _refused(rank: int, world_size: int) -> list[str]:
-    told = []
+    messages = []
     for change_model, change_batch, num_micro_batches, _ in (*REFUSED, *UNTRACEABLE):
         model = build(JOB, rank, world_size)
         change_model(model)
@@ -209,18 +209,18 @@ def _refused(rank: int, world_size: int) -> list[str]:
         for _ in range(2):
             with pytest.raises(CompatError) as refused:
                 pipeline.progress(iter([change_batch(make_batch(JOB, rank, 0))]))
-        told.append(str(refused.value))
+        messages.append(str(refused.value))
         pipeline.detach()
         assert model.module.ebc.forward == forward
-    return told
+    return messages
 
 
 def test_what_cannot_be_exact_is_refused_by_name_on_all_ranks() -> None:
     by_rank = run_ranks(_refused, 2, timeout_s=60)
     assert by_rank[0] == by_rank[1]
-    for told, (*_, parts) in zip(by_rank[0], (*REFUSED, *UNTRACEABLE), strict=True):
+    for message, (*_, parts) in zip(by_rank[0], (*REFUSED, *UNTRACEABLE), strict=True):
         for part in parts:
-            assert part in told, told
+            assert part in message, message
 
 
 def _cured(rank: int, world_size: int) -> list[Run]:
@@ -278,7 +278,7 @@ def _refused_late(rank: int, world_size: int) -> dict[Any, tuple[list[str], Run,
         batches = batches_of(job, rank, range(9))
         if rank == 1:
             batches[odd] = _variable(batches[odd])
-        outputs, told = [], []
+        outputs, messages = [], []
         for some in (batches[:3], batches[3:]):
             reader = iter(some)
             while True:
@@ -287,10 +287,10 @@ def _refused_late(rank: int, world_size: int) -> dict[Any, tuple[list[str], Run,
                 except StopIteration:
                     break
                 except CompatError as error:
-                    told.append(str(error))
+                    messages.append(str(error))
                     pipeline.reset()
         expected = plain_run(job, rank, world_size, trained)
-        found[job is JOB, name] = told, (result_of(model, []), outputs), expected
+        found[job is JOB, name] = messages, (result_of(model, []), outputs), expected
     return found
 
 
@@ -310,31 +310,31 @@ BESIDE_STOCK = dataclasses.replace(JOB, placement={"*": 2, "b": "table_wise"})
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside stock"])
 def test_a_batch_that_one_rank_cannot_train_is_refused_on_all(alone: bool, name: str) -> None:
     found = [on_rank[alone, name] for on_rank in run_once(_refused_late, 3)]
-    told = [on_rank[0] for on_rank in found]
-    assert told[0] == told[1] == told[2]
-    (message,) = told[0]
+    messages = [on_rank[0] for on_rank in found]
+    assert messages[0] == messages[1] == messages[2]
+    (message,) = messages[0]
     assert message.startswith("rank 1: ebc: its KeyedJaggedTensor has a batch size per feature")
     compare_runs(found, 1, 2)
 
 
 def _weights_want_gradients(rank: int, world_size: int) -> list[str]:
     """The weights of one of rank 1's batches do, and other ranks apply them."""
-    job, told = dataclasses.replace(JOB, placement={"*": "bags"}, weighted=True), []
+    job, messages = dataclasses.replace(JOB, placement={"*": "bags"}, weighted=True), []
     for number in (0, 1, 3):
         pipeline = pipeline_of(build(job, rank, world_size), num_micro_batches=2)
         batches = batches_of(job, rank, range(5))
         if rank == 1:
             batches[number].sparse_features.weights().requires_grad_()
-        told.append(refusal(CompatError, run_to_the_end, pipeline, iter(batches)))
-    return told
+        messages.append(refusal(CompatError, run_to_the_end, pipeline, iter(batches)))
+    return messages
 
 
 def test_weights_whose_gradients_leave_the_rank_are_refused_on_all_at_once() -> None:
-    told_0, told_1 = run_ranks(_weights_want_gradients, 2, timeout_s=60)
-    assert told_0 == told_1
-    for told in told_0:
-        assert told.startswith("rank 1: the per-sample weights of features")
-        assert "form='rows'" in told
+    on_rank_0, on_rank_1 = run_ranks(_weights_want_gradients, 2, timeout_s=60)
+    assert on_rank_0 == on_rank_1
+    for message in on_rank_0:
+        assert message.startswith("rank 1: the per-sample weights of features")
+        assert "form='rows'" in message
 
 
 def _weights_come(rank: int, world_size: int) -> str:
@@ -351,9 +351,9 @@ def _weights_come(rank: int, world_size: int) -> str:
 
 
 def test_weights_that_come_later_are_refused_on_all_at_once() -> None:
-    told_0, told_1 = run_ranks(_weights_come, 2, timeout_s=60)
-    assert told_0 == told_1
-    assert "have per-sample weights and those of" in told_0
+    on_rank_0, on_rank_1 = run_ranks(_weights_come, 2, timeout_s=60)
+    assert on_rank_0 == on_rank_1
+    assert "have per-sample weights and those of" in on_rank_0
 
 
 class _TwoBackwards(InterleavedTrainPipeline[Any, Any]):
@@ -369,8 +369,8 @@ def _backward_twice(rank: int, world_size: int) -> str:
 
 
 def test_a_second_backward_of_a_step_is_refused() -> None:
-    for told in run_ranks(_backward_twice, 2, timeout_s=60):
-        assert "ebc: a second backward of one step reaches its tables" in told
+    for message in run_ranks(_backward_twice, 2, timeout_s=60):
+        assert "ebc: a second backward of one step reaches its tables" in message
 
 
 def test_methods_that_would_not_be_called_are_refused() -> None:
@@ -384,25 +384,25 @@ def test_methods_that_would_not_be_called_are_refused() -> None:
 
 def _sealed(rank: int, world_size: int) -> list[str]:
     """Batches that only their owner can cut: as many on both ranks, then fewer on rank 0."""
-    told = []
+    results = []
     for count in (7, 1, 2, 5, 0):
         pipeline = pipeline_of(build(JOB, rank, world_size), num_micro_batches=1)
         batches = [_Bare(batch) for batch in batches_of(JOB, rank, range(7))]
         try:
             run_to_the_end(pipeline, iter(batches[:count] if rank == 0 else batches))
-            told.append("trained")
+            results.append("trained")
         except CompatError as refused:
-            told.append(str(refused))
-    return told
+            results.append(str(refused))
+    return results
 
 
 def test_an_empty_batch_that_one_rank_cannot_make_is_refused_on_all_at_once() -> None:
-    told_0, told_1 = run_ranks(_sealed, 2, timeout_s=60)
-    assert told_0 == told_1
-    trained, *refused = told_0
+    on_rank_0, on_rank_1 = run_ranks(_sealed, 2, timeout_s=60)
+    assert on_rank_0 == on_rank_1
+    trained, *refused = on_rank_0
     assert trained == "trained"
-    for told in refused:
-        assert "type _Bare could not be cut to 0 samples" in told
-        assert "split_batch=" in told
-    for told in refused[:-1]:
-        assert told.startswith("rank 0: a rank whose data ends before the others' goes on with")
+    for message in refused:
+        assert "type _Bare could not be cut to 0 samples" in message
+        assert "split_batch=" in message
+    for message in refused[:-1]:
+        assert message.startswith("rank 0: a rank whose data ends before the others' goes on with")

@@ -116,15 +116,15 @@ def _one_iterator_raises(model: Any, pipeline: Any, job: Job, rank: int) -> list
 def _bad_batches(model: Any, pipeline: Any, job: Job, rank: int) -> list[Tensor]:
     """The first batch is bad on rank 1, and so is the fifth; all ranks are told."""
     own, others = "feature 'f0' looks up row 1000000", r"rank 1 holds \d+ ids outside their tables"
-    told = own if rank == 1 else others
+    message = own if rank == 1 else others
     listed = runs.batches_of(job, rank, STEPS)
     for index in (0, 4) if rank == 1 else ():
         listed[index].sparse_features.values().fill_(10**6)
     batches = iter(listed)
-    with pytest.raises(InputError, match=told):  # no step has begun, nothing is in flight
+    with pytest.raises(InputError, match=message):  # no step has begun, nothing is in flight
         pipeline.progress(batches)
     outputs = [pipeline.progress(batches)]
-    with pytest.raises(InputError, match=told):  # in the step of 2
+    with pytest.raises(InputError, match=message):  # in the step of 2
         pipeline.progress(batches)
     pipeline.reset()
     return outputs + runs.run_to_the_end(pipeline, batches)
@@ -288,7 +288,7 @@ def _evaluate(model: Any, batches: list[Any]) -> Any:
 def _beside_torchrecs(rank: int, world_size: int) -> tuple[list[str], Any, Any]:
     """TorchRec's pipeline takes over a model from ours, and ours from TorchRec's."""
     batches = runs.batches_of(JOB, rank, range(9))
-    told = []
+    messages = []
     for torchrecs_first in (True, False):
         model = build(JOB, rank, world_size)
         ours, stock = (
@@ -299,7 +299,7 @@ def _beside_torchrecs(rank: int, world_size: int) -> tuple[list[str], Any, Any]:
         reader = iter(batches)
         for pipeline in (first, first, second):
             pipeline.progress(reader)
-        told.append(refusal(CompatError, first.progress, reader))
+        messages.append(refusal(CompatError, first.progress, reader))
     evaluated = []
     for make in (
         runs.pipeline_of,
@@ -312,12 +312,12 @@ def _beside_torchrecs(rank: int, world_size: int) -> tuple[list[str], Any, Any]:
             pipeline.detach()
             evaluated.append(_evaluate(model, batches[6:]))
             pipeline.attach(model)
-    return told, evaluated[:2], evaluated[2:]
+    return messages, evaluated[:2], evaluated[2:]
 
 
 def test_a_model_that_another_pipeline_took_is_refused_by_name() -> None:
-    for told, _, _ in run_once(_beside_torchrecs, 2):
-        by_torchrecs, by_ours = told
+    for messages, _, _ in run_once(_beside_torchrecs, 2):
+        by_torchrecs, by_ours = messages
         assert "or outside a step of the pipeline that runs it" in by_torchrecs
         assert "another pipeline has replaced its forward; call detach()" in by_ours
 

@@ -244,7 +244,7 @@ def test_a_write_by_the_data_iterator_is_found() -> None:
 
 
 def _write_in_forward(rank: int, world_size: int) -> list[str]:
-    told = []
+    messages = []
     for driver in (None, (1, True)):
         model = build(ROWS, rank, world_size)
         pipeline, forward = make_driver(driver, model), model.module.over.forward
@@ -256,14 +256,14 @@ def _write_in_forward(rank: int, world_size: int) -> list[str]:
         batches = iter(batches_of(ROWS, rank, range(4)))
         pipeline.progress(batches)
         model.module.over.forward = writing
-        told.append(refusal(PicassoError, run_to_the_end, pipeline, batches))
-    return told
+        messages.append(refusal(PicassoError, run_to_the_end, pipeline, batches))
+    return messages
 
 
 def test_a_write_between_a_forward_and_its_update_is_refused() -> None:
     for on_rank in run_ranks(_write_in_forward, 2, timeout_s=60):
-        for told in on_rank:
-            assert "'c' was written between a forward and the update of its backward" in told
+        for message in on_rank:
+            assert "'c' was written between a forward and the update of its backward" in message
 
 
 def _write_and_look(rank: int, world_size: int) -> tuple[Run, Run]:
@@ -301,8 +301,8 @@ def _write_before_lookup(rank: int, world_size: int) -> str:
 
 def test_a_write_in_a_forward_before_the_lookup_is_refused() -> None:
     """The rows were fetched before; stock TorchRec looks up what was written."""
-    for told in run_ranks(_write_before_lookup, 2, timeout_s=60):
-        assert "was written in a forward, after the rows that it looks up were fetched" in told
+    for message in run_ranks(_write_before_lookup, 2, timeout_s=60):
+        assert "was written in a forward, after the rows that it looks up were fetched" in message
 
 
 def _set_rate(model: Any) -> None:

@@ -243,7 +243,7 @@ class StepPricer:
             **exchange("header", "send_header", None, (1 - _LAYOUT_SHARE) * local.ids_ms),
             **exchange("ids", "send_row_numbers"),
             **exchange("mask", "send_dirty_mask"),
-            ("lay_out", None): OpTime(_LAYOUT_SHARE * local.ids_ms),
+            ("build_layout", None): OpTime(_LAYOUT_SHARE * local.ids_ms),
             **exchange("rows", "fetch_clean", None, clean_ms),
             ("reduce_hot", None): OpTime(0.0, hot),
             ("update", None): OpTime(local.update_ms),

@@ -200,8 +200,8 @@ def _why_no_hosts(
     if topology.compute_device != "cpu":
         return "rows by host are built and tested for the CPU with gloo"
     places = _ranks_per_host(curves, topology)
-    told = by_host.why_no_hosts([(places, r % places) for r in range(topology.world_size)])
-    return told and f"{told}, by LOCAL_WORLD_SIZE or the topology's local_world_size"
+    reason = by_host.why_no_hosts([(places, r % places) for r in range(topology.world_size)])
+    return reason and f"{reason}, by LOCAL_WORLD_SIZE or the topology's local_world_size"
 
 
 def _why_no_levels(curves: CommCurves, topology: Topology) -> str | None:

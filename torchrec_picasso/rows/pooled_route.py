@@ -196,7 +196,7 @@ class _Request(RouteRequest):
         num_ranks = self.route.ranks.size
         return lookups_AWK.view(-1, num_ranks, len(self.sizes_K)).sum((0, 2))
 
-    def lay_out(self, first_matrix: int) -> RouteLayout:
+    def build_layout(self, first_matrix: int) -> RouteLayout:
         plan, features_AW = self.route.plan, self.route.features_by_home
         layouts = [self._pack_layout(p, first_matrix + p) for p in range(plan.num_packs)]
         edges_K1 = [*accumulate(self.sizes_K, initial=0)]

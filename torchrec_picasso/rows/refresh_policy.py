@@ -44,10 +44,10 @@ class Refresh:
     coverage_kept: float = 0.9
 
     def __post_init__(self) -> None:
-        problems = [(f.name, _problem(f.name, getattr(self, f.name))) for f in fields(self)]
-        told = [f"{name}: expected {problem}" for name, problem in problems if problem]
-        if told:
-            raise ConfigError("Refresh: " + "; ".join(told))
+        found = [(f.name, _problem(f.name, getattr(self, f.name))) for f in fields(self)]
+        problems = [f"{name}: expected {problem}" for name, problem in found if problem]
+        if problems:
+            raise ConfigError("Refresh: " + "; ".join(problems))
 
     @property
     def decay(self) -> float:

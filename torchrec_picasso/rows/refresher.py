@@ -67,7 +67,7 @@ class Refresher:
         uses = {name: uses for each in self._counted for name, uses in each.collect().items()}
         return SavedUses(num_batches=self._num_batches, uses_by_table=uses)
 
-    def go_on_with(self, saved: SavedUses) -> None:
+    def restore_uses(self, saved: SavedUses) -> None:
         """Continues from another run's counts; all ranks call it, before the first step."""
         self._rescale()
         self._num_batches = saved.num_batches

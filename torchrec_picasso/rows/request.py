@@ -173,14 +173,14 @@ class RowRequest:
         """Counts this rank's lookups by the home rank that serves them, int64, ``(W,)``."""
         return reduce(add, [request.lookups_by_home() for request in self.by_route])
 
-    def lay_out(self) -> RowLayout:
+    def build_layout(self) -> RowLayout:
         """Builds the layout; waits for the dirty mask. Without a mask, all rows are dirty."""
         if self._dirty_mask is not None:
             self._dirty_mask.wait()
         packs: list[PackLayout] = []
         pooling_KM: list[list[Pooling]] = [[] for _ in self._sizes_K]
         for request in self.by_route:
-            own_packs, own_KM = request.lay_out(first_matrix=len(pooling_KM[0]))
+            own_packs, own_KM = request.build_layout(first_matrix=len(pooling_KM[0]))
             packs += own_packs
             for pooling_M, own_M in zip(pooling_KM, own_KM):
                 pooling_M += own_M
@@ -203,4 +203,4 @@ def with_new_layout(group: RowGroup, layout: RowLayout) -> RowLayout:
         request = RowRequest(group, layout.features_by_module)
         request.send_row_numbers()
         request.receive_row_numbers()
-        return request.lay_out()
+        return request.build_layout()

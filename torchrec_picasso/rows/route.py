@@ -140,7 +140,7 @@ class RouteRequest(ABC):
         serve those of hot rows."""
 
     @abstractmethod
-    def lay_out(self, first_matrix: int) -> RouteLayout:
+    def build_layout(self, first_matrix: int) -> RouteLayout:
         """Builds the layout, after the ids and, if it was sent, the dirty mask have arrived. The
         route's first matrix has the index ``first_matrix`` in the group."""
 

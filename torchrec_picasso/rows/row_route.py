@@ -314,10 +314,10 @@ class RowsRequest(RouteRequest):
         lookups_W = lookups_PQ[:, 1:].reshape(-1, world_size).sum(0)
         return self.route.by_rank(lookups_W)
 
-    def lay_out(self, first_matrix: int) -> RouteLayout:
+    def build_layout(self, first_matrix: int) -> RouteLayout:
         """Builds the layout in fetch order."""
         orders, relay_P = self._find_orders()
-        packs, num_rows_M = self._lay_out_packs(first_matrix, orders, relay_P)
+        packs, num_rows_M = self._pack_layouts(first_matrix, orders, relay_P)
         nums_P = [(pack.used.slots_h.numel(), pack.wanted.num_rows) for pack in packs]
         # Lookups are summed over a micro-batch's segments: cut_pooling sees whole micro-batches.
         index_KM = cut_pooling(
@@ -361,7 +361,7 @@ class RowsRequest(RouteRequest):
             for rows, splits, by_fetch in zip(rows_P, orders.served_P, rows_by_fetch_P)
         ]
 
-    def _lay_out_packs(
+    def _pack_layouts(
         self, first_matrix: int, orders: FetchOrders, relay_P: Sequence[Relay | None]
     ) -> tuple[list[PackLayout], list[int]]:
         """Builds the layout of each pack, and counts the rows of each matrix."""

@@ -91,17 +91,17 @@ def _all(*kinds: str) -> tuple[Need, ...]:
 
 
 # Dirty rows and replicas may be read only after the update of the batch before.
-_ROWS = (*_all("lay_out"), Need("update", _earlier_batch))
+_ROWS = (*_all("build_layout"), Need("update", _earlier_batch))
 
 KINDS: Mapping[str, Kind] = {
     "send_header": Kind(sends=True, on_id_stream=True, leads=True),
     "send_row_numbers": Kind(sends=True, on_id_stream=True, needs=_all("send_header")),
     "receive_row_numbers": Kind(on_id_stream=True, needs=_all("send_row_numbers")),
     "send_dirty_mask": Kind(sends=True, on_id_stream=True, needs=_all("receive_row_numbers")),
-    "lay_out": Kind(
+    "build_layout": Kind(
         on_id_stream=True, leads=True, needs=_all("receive_row_numbers", "send_dirty_mask")
     ),
-    "fetch_clean": Kind(sends=True, needs=_all("lay_out")),
+    "fetch_clean": Kind(sends=True, needs=_all("build_layout")),
     "fetch_dirty": Kind(sends=True, needs=_ROWS),
     "read_hot": Kind(needs=_ROWS),
     # Micro-batches run forward in ascending order. Backward runs in descending order where they

@@ -185,7 +185,7 @@ def evaluation_schedule(
 @cache
 def first_batch_schedule(this: Setting, *, num_waves: int = 1) -> Schedule:
     """Returns the schedule that fetches the rows of the first batch, before the first step."""
-    kinds = ("send_header", "send_row_numbers", "receive_row_numbers", "lay_out")
+    kinds = ("send_header", "send_row_numbers", "receive_row_numbers", "build_layout")
     ops = [Op(kind, THIS) for kind in kinds]
     return _checked([*ops, *_fetch_dirty(THIS, this, num_waves), Op("read_hot", THIS)])
 
@@ -224,7 +224,7 @@ def _before_updates(following: Setting) -> list[Op]:
     The header is small and goes ahead of the rows.
     """
     clean = [Op("fetch_clean", NEXT)] if following.lookahead else []
-    return [Op("lay_out", NEXT), Op("send_header", AFTER), *clean]
+    return [Op("build_layout", NEXT), Op("send_header", AFTER), *clean]
 
 
 def _row_numbers_arrive(batch: int, setting: Setting) -> list[Op]:

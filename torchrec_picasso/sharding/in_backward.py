@@ -72,7 +72,7 @@ class RequestDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         @torch.no_grad()
         def after_ids() -> KeyedJaggedTensor:
             request.receive_row_numbers()  # home ranks know the requested rows
-            return LaidOutFeatures.attach(sparse_features, request.lay_out())
+            return LaidOutFeatures.attach(sparse_features, request.build_layout())
 
         return Later(after_header)
 

@@ -54,7 +54,7 @@ class HotSets:
             if self._refresher is None or not self._refresher.is_of(row_groups):
                 self._refresher = Refresher(row_groups, self._policy)
                 if self._saved is not None:
-                    self._refresher.go_on_with(self._saved)
+                    self._refresher.restore_uses(self._saved)
         self._hand_over()
 
     def _hand_over(self) -> None:
@@ -70,11 +70,11 @@ class HotSets:
         """The access counts so far; ``None`` without a refresh policy. Collective."""
         return None if self._refresher is None else self._refresher.saved_uses()
 
-    def go_on_with(self, saved: SavedUses) -> None:
+    def restore_uses(self, saved: SavedUses) -> None:
         """Continues from saved access counts, at once or as soon as there are tables."""
         self._saved = saved
         if self._refresher is not None:
-            self._refresher.go_on_with(saved)
+            self._refresher.restore_uses(saved)
 
     def end_step(self) -> None:
         """Ends a training step; a refresh may follow. Collective. All ranks raise PicassoError if a

@@ -229,9 +229,9 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
         """The access counts so far, for a later run; ``None`` without ``refresh``. Collective."""
         return self._hot_sets.saved_uses()
 
-    def go_on_with(self, saved: SavedUses) -> None:
+    def restore_uses(self, saved: SavedUses) -> None:
         """Continues from the access counts of :meth:`saved_uses`; on all ranks."""
-        self._hot_sets.go_on_with(saved)
+        self._hot_sets.restore_uses(saved)
 
     @property
     def schedule(self) -> Schedule:

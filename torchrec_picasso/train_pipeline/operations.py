@@ -122,7 +122,7 @@ class Operations:
             else:  # the kind names its method: "fetch_dirty" -> _fetch_dirty(inflight, index, wave)
                 getattr(self, f"_{op.kind}")(inflight, **given)
         # the layout is the last result of the ids' stream that other streams read
-        if op.kind == "lay_out":
+        if op.kind == "build_layout":
             layouts = [each.rows.layout for each in inflight.groups]
             batches = [inflight.batch, *inflight.micro_batches_K]
             ahead = self.pipelined.made_ahead.tensors(inflight.context)
@@ -169,10 +169,10 @@ class Operations:
         for each, each_before in zip(inflight.groups, before.groups):
             each.request.send_dirty_mask(each_before.request)
 
-    def _lay_out(self, inflight: InFlightBatch) -> None:
+    def _build_layout(self, inflight: InFlightBatch) -> None:
         """Builds the layout of the rows, on the requesting rank and on the home rank."""
         for each in inflight.groups:
-            layout = each.request.lay_out()
+            layout = each.request.build_layout()
             each.rows = BatchRows(each.group.row_group, layout)
             each.gradients = BatchGradients(each.group.row_group, layout)
 

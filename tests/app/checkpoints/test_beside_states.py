@@ -132,10 +132,11 @@ DAMAGED: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("told", "content"), [(told, content) for told in DAMAGED for content in DAMAGED[told]]
+    ("message", "content"),
+    [(message, content) for message in DAMAGED for content in DAMAGED[message]],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, told: str, content: Any) -> None:
-    name = told.partition(":")[0]
+def test_a_damaged_file_is_named(tmp_path: Path, message: str, content: Any) -> None:
+    name = message.partition(":")[0]
     if isinstance(content, bytes):
         (tmp_path / name).write_bytes(content)
     else:
@@ -145,7 +146,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, told: str, content: Any) -> Non
         "uses.pt": read_uses,
         "setting.json": lambda folder: read_setting(folder, 2, 512),
     }[name]
-    with pytest.raises(PicassoError, match=rf"{re.escape(told)}; delete"):
+    with pytest.raises(PicassoError, match=rf"{re.escape(message)}; delete"):
         read(tmp_path)
 
 

@@ -47,8 +47,8 @@ def test_nested_values_arrive(tmp_path: Path) -> None:
 
 def test_both_settings_of_another_pipeline_are_refused_at_once() -> None:
     both = {"num_micro_batches": 2, "lookahead": True}
-    told = refusal(ConfigError, PipelineConfig, kind="sparse_dist", **both)
-    assert told.count("only kind interleaved has it") == 2
+    message = refusal(ConfigError, PipelineConfig, kind="sparse_dist", **both)
+    assert message.count("only kind interleaved has it") == 2
 
 
 def test_empty_file_gives_defaults(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_each_two_hosts_meet_once(num_hosts: int) -> None:
         assert num_hosts % 2 or len(met) == len(rounds)
 
 
-def told(*hosts: str, order: list[str] | None = None) -> list[dict[str, Any]]:
+def answers(*hosts: str, order: list[str] | None = None) -> list[dict[str, Any]]:
     """Returns what ranks on these hosts tell."""
     return [
         {"host": host, "place": hosts[:rank].count(host), "order": order}
@@ -135,17 +135,17 @@ def told(*hosts: str, order: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def test_ranks_of_a_host_move_together() -> None:
-    assert new_ranks(told("a", "a", "b", "b", "b", "c")) == [0, 1, 2, 3, 4, 5]
-    ranks = new_ranks(told("a", "a", "b", "b", "b", "c", order=["c", "a", "b"]))
+    assert new_ranks(answers("a", "a", "b", "b", "b", "c")) == [0, 1, 2, 3, 4, 5]
+    ranks = new_ranks(answers("a", "a", "b", "b", "b", "c", order=["c", "a", "b"]))
     assert ranks == [1, 2, 3, 4, 5, 0]
 
 
 def test_what_does_not_fit_is_named() -> None:
-    other = told("a", "b", order=["a", "b"])
+    other = answers("a", "b", order=["a", "b"])
     other[1]["order"] = None
-    twice = told("a", "b", "b", order=["b", "a"])
+    twice = answers("a", "b", "b", order=["b", "a"])
     twice[2]["place"] = 0
-    unread = told("a", "b", order=["a", "b"])
+    unread = answers("a", "b", order=["a", "b"])
     unread[1] = {"problem": "no such file"}
     found = [
         refusal(ConfigError, new_ranks, case)
@@ -153,8 +153,8 @@ def test_what_does_not_fit_is_named() -> None:
             other,
             unread,
             twice,
-            told("a", "b", order=["a"]),
-            told("a", "b", order=["a", "b", "c"]),
+            answers("a", "b", order=["a"]),
+            answers("a", "b", order=["a", "b", "c"]),
         )
     ]
     advice = "; run `torchrec-picasso order` on the hosts at hand"
@@ -260,10 +260,10 @@ def test_the_command_writes_an_order_that_ranks_join_in(tmp_path: Path) -> None:
     assert torch.equal(pair_ms, pair_ms.T)
     assert torch.equal(pair_ms == 0, torch.eye(4, dtype=torch.bool))
     assert len(rings[0].given_ms) == len(rings[0].best_ms) == 5
-    told = "".join(printed)
-    assert "ring of 4 hosts, 4 ranks" in told
+    text = "".join(printed)
+    assert "ring of 4 hosts, 4 ranks" in text
     written = json.loads((tmp_path / "1.json").read_text())
     assert sorted(written["order"]) == [f"host{host}" for host in range(4)]
-    assert f"wrote {tmp_path / '1.json'}: {', '.join(written['order'])}" in told
-    assert "2 hosts: fewer than four have one ring, so their order stays" in told
+    assert f"wrote {tmp_path / '1.json'}: {', '.join(written['order'])}" in text
+    assert "2 hosts: fewer than four have one ring, so their order stays" in text
     assert json.loads((tmp_path / "2.json").read_text())["order"] == ["host0", "host1"]

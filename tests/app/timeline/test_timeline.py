@@ -90,7 +90,7 @@ def test_waits_lie_within_operations_and_end_the_exchanges() -> None:
     timeline = run_once(_trace, 2)[0]
     ops = {(s.step, s.op): s for s in timeline.spans if s.kind == "compute"}
     waits = [span for span in timeline.spans if span.kind == "wait"]
-    assert {"send_row_numbers", "lay_out", "update"} <= {wait.op.kind for wait in waits}
+    assert {"send_row_numbers", "build_layout", "update"} <= {wait.op.kind for wait in waits}
     for wait in waits:
         around = ops[wait.step, wait.op]
         assert around.start_ms <= wait.start_ms < wait.end_ms <= around.end_ms

@@ -209,7 +209,7 @@ def _resume(
     uses, setting = read_uses(path), read_setting(path, ranks, config.data.batch_size)
     pipeline = trainer.interleaved
     if pipeline is not None and uses is not None:
-        pipeline.go_on_with(uses)
+        pipeline.restore_uses(uses)
     if pipeline is not None and setting is not None:
         pipeline.settle_on(setting)
     progress.say(f"resumed from {path} at step {step}")
