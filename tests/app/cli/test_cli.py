@@ -70,6 +70,7 @@ def test_bad_arguments(argv: list[str], words: str, capsys: Capture) -> None:
     ("options", "expected"),
     [
         (["--steps", "9"], "--steps: expected at least 10, got 9"),
+        (["--ranks", "1"], "--ranks: expected at least 2, which share a link, got 1"),
         (["--rate-mbit", "-1"], "--rate-mbit: expected 0 to 1,000,000, got -1"),
         (["--dim", "10"], "ModelConfig: embedding_dim: expected a multiple of 4, got 10"),
         (["--data", "EMPTY"], "EMPTY: the file is empty; expected Criteo samples"),

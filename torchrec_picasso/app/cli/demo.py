@@ -44,6 +44,8 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
     """Builds the comparison; raises ConfigError if an argument is out of range."""
     if args.steps is not None and args.steps < _MIN_STEPS:
         raise ConfigError(f"--steps: expected at least {_MIN_STEPS}, got {args.steps}")
+    if args.ranks < 2:
+        raise ConfigError(f"--ranks: expected at least 2, which share a link, got {args.ranks}")
     if not 0 <= args.rate_mbit <= _MAX_RATE_MBIT:
         raise ConfigError(f"--rate-mbit: expected 0 to {_MAX_RATE_MBIT:,}, got {args.rate_mbit:g}")
     kind = data_kind(args.model)
