@@ -272,7 +272,7 @@ def test_other_models_have_smaller_defaults() -> None:
     assert (tbsm.data.batch_size, tbsm.model.embedding_dim) == (512, 16)
     assert (hstu.data.kind, hstu.data.batch_size, hstu.data.num_tasks) == ("stream", 128, 2)
     assert dlrm.sharding.hot_rows is None
-    assert demo_spec(parser.parse_args(["demo"])).budget_s == 20
+    assert demo_spec(parser.parse_args(["demo"])).budget_s == 18
     assert demo_spec(parser.parse_args(["demo", "--steps", "30"])).budget_s is None
 
 
