@@ -70,6 +70,7 @@ def test_bad_arguments(argv: list[str], words: str, capsys: Capture) -> None:
     ("options", "expected"),
     [
         (["--steps", "9"], "--steps: expected at least 10, got 9"),
+        (["--ranks", "1"], "--ranks: expected at least 2, which share a link, got 1"),
         (["--rate-mbit", "-1"], "--rate-mbit: expected 0 to 1,000,000, got -1"),
         (["--dim", "10"], "ModelConfig: embedding_dim: expected a multiple of 4, got 10"),
         (["--data", "EMPTY"], "EMPTY: the file is empty; expected Criteo samples"),
@@ -271,7 +272,7 @@ def test_other_models_have_smaller_defaults() -> None:
     assert (tbsm.data.batch_size, tbsm.model.embedding_dim) == (512, 16)
     assert (hstu.data.kind, hstu.data.batch_size, hstu.data.num_tasks) == ("stream", 128, 2)
     assert dlrm.sharding.hot_rows is None
-    assert demo_spec(parser.parse_args(["demo"])).budget_s == 20
+    assert demo_spec(parser.parse_args(["demo"])).budget_s == 18
     assert demo_spec(parser.parse_args(["demo", "--steps", "30"])).budget_s is None
 
 

@@ -29,7 +29,7 @@ from torchrec_picasso.app.zoo.model_kinds import data_kind
 from torchrec_picasso.app.zoo.registry import check_run
 from torchrec_picasso.errors import ConfigError
 
-_STEPS, _BUDGET_S = 30, 20.0  # fewer steps where the machine is slow; as many as asked for else
+_STEPS, _BUDGET_S = 30, 18.0  # fewer steps where the machine is slow; as many as asked for else
 _MIN_STEPS = 10  # warm-up, counted steps and one timed block
 _GENERATED_ROW_SCALE = 0.02  # 10 million rows become 200,000
 _BATCH_SIZE, _DIM = 4096, 64  # of a DLRM
@@ -44,6 +44,8 @@ def demo_spec(args: argparse.Namespace) -> CompareSpec:
     """Builds the comparison; raises ConfigError if an argument is out of range."""
     if args.steps is not None and args.steps < _MIN_STEPS:
         raise ConfigError(f"--steps: expected at least {_MIN_STEPS}, got {args.steps}")
+    if args.ranks < 2:
+        raise ConfigError(f"--ranks: expected at least 2, which share a link, got {args.ranks}")
     if not 0 <= args.rate_mbit <= _MAX_RATE_MBIT:
         raise ConfigError(f"--rate-mbit: expected 0 to {_MAX_RATE_MBIT:,}, got {args.rate_mbit:g}")
     kind = data_kind(args.model)
