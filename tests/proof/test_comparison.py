@@ -3,6 +3,8 @@
 Random layers give their means, whichever way they draw; what cannot is named.
 """
 
+import copy
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +16,8 @@ from torchrec_picasso.proof.comparison import (
     StillRandomness,
     difference_of,
     difference_of_outputs,
+    difference_of_states,
+    state_of,
 )
 
 FLOAT32, BFLOAT16 = (torch.finfo(t).eps for t in (torch.float32, torch.bfloat16))
@@ -102,6 +106,14 @@ LEFT_ALONE: dict[str, Callable[[Tensor], Tensor]] = {
     "by hand": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)) / 0.5,
     "of a size": lambda x: x + torch.randn(6, 4) + torch.rand(6, 4) - 0.5,
 }
+
+
+def test_state_is_compared_through_weak_references() -> None:
+    layer = nn.GRU(4, 8)  # it refers to its weights so
+    model, other = copy.deepcopy(layer), copy.deepcopy(layer)
+    assert difference_of_states(state_of(model), state_of(other), FLOAT32) is None
+    model.seen, other.seen = weakref.ref(ROWS), weakref.ref(MATRIX)
+    assert difference_of_states(state_of(model), state_of(other), FLOAT32) is not None
 
 
 @pytest.mark.parametrize("name", list(LEFT_ALONE))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -210,6 +211,8 @@ class _Pickler(pickle.Pickler):
         self.tensors: list[Tensor] = []
 
     def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, weakref.ref):  # of its weights in an nn.GRU or nn.LSTM
+            value = value()
         if isinstance(value, Tensor):
             self.tensors.append(value.detach().clone())
             return ("tensor", len(self.tensors))
