@@ -114,7 +114,7 @@ class Choice(PricedPlan):
     stock_costs: tuple[Mapping[str, StockCost], ...]
     """What each table adds to a step in which all tables have one stock type, by that type."""
     priced_ms: Mapping[str, float]
-    """Predicted step of each priced plan with its best hot rows; empty if the caller chose."""
+    """Predicted step of each priced plan without hot rows; empty if the caller chose."""
 
 
 def choose(
