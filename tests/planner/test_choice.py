@@ -286,7 +286,7 @@ def test_rows_go_by_host_where_ranks_share_them_and_the_network_is_slow() -> Non
     shared, slow = module_works("shared", 0.7), pricer(on_hosts(0.004), world_size=8)
     choice = choose(may_go_by_host(shared, no_hot_rows="no"), slow)
     assert set(choice.forms) == {"node_rows"}
-    assert choice.priced_ms["node_rows"] < 0.97 * choice.priced_ms["rows"]
+    assert choice.priced_ms["node_rows"] < 0.93 * choice.priced_ms["rows"]
     assert choice.priced_ms["node_rows"] == choice.step.step_ms
     # a table whose rows go directly keeps its module so
     tables = may_go_by_host(shared, no_hot_rows="no")
@@ -298,13 +298,12 @@ def test_rows_go_by_host_where_ranks_share_them_and_the_network_is_slow() -> Non
     for network in (on_hosts(0.004, inside_gbytes_per_s=0.012), on_hosts(0.1)):
         choice = choose(may_go_by_host(shared, no_hot_rows="no"), pricer(network, world_size=8))
         assert set(choice.forms) == {"rows"}
-        assert choice.priced_ms["node_rows"] > 0.97 * choice.priced_ms["rows"]
+        assert choice.priced_ms["node_rows"] > 0.93 * choice.priced_ms["rows"]
 
 
 @pytest.mark.parametrize(
     ("rows", "bags", "by_host", "fastest"),
-    # 3 % less of a step is not enough, nor is it and less than 0.3 of the assumed 5.4 ms once
-    [(98.5, 99, 96.5, "stock"), (90, 70, 67, "bags"), (90, 70, 66, "node_rows")],
+    [(98.5, 99, 96.5, "stock"), (90, 70, 66, "bags"), (90, 70, 65, "node_rows")],
 )
 def test_rows_by_host_must_beat_the_best_other_plan_and_rows_sent_directly(
     rows: float, bags: float, by_host: float, fastest: str
@@ -324,6 +323,19 @@ def test_rows_by_host_must_beat_the_best_other_plan_and_rows_sent_directly(
     assert _fastest(plans, pricer(curves())) == fastest
 
 
+def test_hot_rows_do_not_make_up_for_the_worse_route() -> None:
+    """Sums that a curve shows too fast favour flat rows: by host, hot rows do not use them."""
+    works, network = module_works("shared", 0.9), on_hosts(0.004)
+    fast = {**network.collectives, "all_reduce": Curve.line(0.01, 5.0)}
+    prices = pricer(dataclasses.replace(network, collectives=fast), world_size=8)
+    tables = may_go_by_host(works)
+    flat = choose(ask(works), prices)
+    assert sum(flat.num_hot) > 0
+    choice = choose(tables, prices)
+    assert flat.step.step_ms < choice.priced_ms["node_rows"] < 0.93 * choice.priced_ms["rows"]
+    assert (set(choice.forms), sum(choice.num_hot)) == ({"node_rows"}, 0)
+
+
 def test_relays_sort_copy_and_sum() -> None:
     works, prices = module_works("shared", 0.7), pricer(on_hosts(0.004), world_size=8)
     works = [TableWork(each.load, 8, PLACES) for each in works]
@@ -337,6 +349,6 @@ def test_relays_sort_copy_and_sum() -> None:
 
 def test_each_module_goes_by_host_or_directly() -> None:
     network = on_hosts(0.004, inside_gbytes_per_s=0.05)
-    works = [*module_works("shared", 1.3, num_tables=12), *module_works("apart", 0.0)]
+    works = [*module_works("shared", 1.3, num_tables=12), *module_works("apart", 0.0, num_tables=2)]
     choice = choose(may_go_by_host(works, no_hot_rows="no"), pricer(network, world_size=8))
-    assert choice.forms == ("node_rows",) * 12 + ("rows",) * 4
+    assert choice.forms == ("node_rows",) * 12 + ("rows",) * 2

@@ -36,13 +36,13 @@ def summarize(decision: Decision) -> dict[str, Any]:
     ``step_ms``: duration of the whole step under the schedule that runs it, with
     ``num_micro_batches`` (``None`` = nothing is interleaved). ``wire_ms`` and ``compute_ms``: lower
     bounds of ``step_ms``. ``dense_ms``: the dense part, 0 if not known. ``priced_ms``: the step of
-    each priced plan, empty if the caller gave ``hot_rows``. ``stock_ms``, ``stock_sent_bytes`` and
-    ``speedup`` are ``None`` if a table has no stock option. ``ranks``: by rank the lookups of all
-    ranks' batches in its rows, of which it sends each distinct one once, and its bytes; stock
-    tables and bags count as means. ``busiest_over_mean``: by quantity the busiest rank over the
-    mean, of stock ``row_wise`` (lookups times dim, with statistics only), ``table_wise`` and
-    ``column_wise`` (outputs) too. ``stock_served_lookups``: those of each rank, if all tables had
-    one of these types.
+    each priced plan without hot rows, empty if the caller gave ``hot_rows``. ``stock_ms``,
+    ``stock_sent_bytes`` and ``speedup`` are ``None`` if a table has no stock option. ``ranks``: by
+    rank the lookups of all ranks' batches in its rows, of which it sends each distinct one once,
+    and its bytes; stock tables and bags count as means. ``busiest_over_mean``: by quantity the
+    busiest rank over the mean, of stock ``row_wise`` (lookups times dim, with statistics only),
+    ``table_wise`` and ``column_wise`` (outputs) too. ``stock_served_lookups``: those of each rank,
+    if all tables had one of these types.
     """
     step, homes, curves = decision.step, decision.homes, decision.curves
     plan = zip(decision.works, decision.num_hot, decision.forms)

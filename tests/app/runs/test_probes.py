@@ -1,19 +1,26 @@
-"""The dense part alone, of pooled models and of models of sequences; what calibration says on a
-machine that others use."""
+"""The dense part alone, of pooled models and of models of sequences; probes of local work within
+a time; what calibration says on a machine that others use."""
 
+import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.fields.columns import ColumnsWorkload
 from benchmarks.fields.question import UNIFORM, Question
 from tests.sharding.jobs import make_batch
 from tests.sharding.sequence_jobs import SequenceJob, SequenceModel
 from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.app.runs import local_probe
 from torchrec_picasso.app.runs.dense_probe import measure_dense_of
+from torchrec_picasso.app.runs.exchange_step import ExchangeStep, PhaseTimes
 from torchrec_picasso.app.runs.pace import Pace
 from torchrec_picasso.cost.local import DenseTimes
 
@@ -58,6 +65,31 @@ def test_all_ranks_get_the_times_of_the_slowest() -> None:
     assert np.isfinite(sequences.total_ms)
     over = SequenceModel(SEQUENCES).over
     assert sequences.parameter_bytes == sum(p.numel() * 4 for p in over.parameters())
+
+
+def _probe_in(rank: int, world_size: int, shares_s: list[tuple[float, float]]) -> list[Any]:
+    """Lookups of a probe's batch, and its steps, by the time that each rank has left."""
+    probe = local_probe._Probe(tables=4, batch_size=256, dim=16, rows_per_sample=1)
+    group, found, run = dist.group.WORLD, [], local_probe.ExchangeStep.run
+    assert group is not None
+    for share_s in shares_s:
+        batches: list[KeyedJaggedTensor] = []
+
+        def counted(step: ExchangeStep, batch: KeyedJaggedTensor) -> PhaseTimes:
+            batches.append(batch)  # noqa: B023
+            return run(step, batch)
+
+        local_probe.ExchangeStep.run = counted  # type: ignore
+        device, clock = torch.device("cpu"), time.thread_time
+        work, _ = local_probe._probe("hot_cold", probe, group, device, clock, share_s[rank])
+        found.append((work.lookups, len(batches)))
+    return found
+
+
+def test_a_probe_without_time_takes_few_steps_of_few_samples_on_all_ranks() -> None:
+    shares_s = [(math.inf, math.inf), (0.0, math.inf), (math.inf, 0.0)]
+    by_rank = run_ranks(_probe_in, 2, shares_s, timeout_s=120)
+    assert by_rank[0] == by_rank[1] == [(4 * 256, 2 + 5), (4 * 16, 2 + 3), (4 * 16, 2 + 3)]
 
 
 def _clocks(slowdown: float) -> tuple[Callable[[], float], Callable[[], float]]:

@@ -12,21 +12,26 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
 
-from torchrec_picasso.app.runs.exchange_step import ExchangeStep, bag_batch, bag_collection
-from torchrec_picasso.app.runs.pace import Pace
+from torchrec_picasso.app.runs.exchange_step import (
+    ExchangeStep,
+    PhaseTimes,
+    bag_batch,
+    bag_collection,
+)
+from torchrec_picasso.app.runs.pace import Pace, times_fitting
 from torchrec_picasso.app.runs.placements import make_placement
 from torchrec_picasso.cost.local import PHASES, LocalCosts, LocalWork, PhaseCost, SideCosts
 
-_WARMUP_STEPS, _TIMED_STEPS = 1, 5
-_WARMUP_STEPS_SLOW, _TIMED_STEPS_SLOW = 1, 2
-_SLOW_STEP_S = 0.25
-"""Fewer steps are taken of probes that the network makes slower than this."""
+_BUDGET_S = 15.0
+_WARMUP_STEPS, _FEWEST_STEPS, _MOST_STEPS = 2, 3, 5
+_FEW = 1 / 16
+"""Share of the samples in warm-up steps, and the least that a slow network leaves of a probe."""
 _TABLES_BYTES = 1 << 27  # larger than caches and TLB
 _ELEMENT_BYTES = 4
 
@@ -42,6 +47,11 @@ class _Probe:
     """Lookups of a bag."""
     packs: int = 1
     """Packs of the tables: columns are 1, 2, .. times ``dim``."""
+
+    @property
+    def used_rows(self) -> int:
+        """Rows in use of each table."""
+        return max(1, round(self.batch_size * self.ids * self.rows_per_sample))
 
     @property
     def table_dims(self) -> list[int]:
@@ -71,6 +81,7 @@ def measure_local_costs(
     device: torch.device | None = None,
     advance: Callable[[], None] = lambda: None,
     pace: Pace | None = None,
+    budget_s: float = _BUDGET_S,
 ) -> LocalCosts:
     """Fits the local costs of hot/cold and stock sharding; all ranks return those of the slowest.
 
@@ -80,6 +91,8 @@ def measure_local_costs(
         device: Device of the tables; CPU if ``None``.
         advance: Called after each probe.
         pace: Takes a window before each probe; ``None`` = one of its own.
+        budget_s: Duration of all probes, seconds. A probe takes an equal share of what is left: in
+            fewer steps, then with fewer samples; three steps of a sixteenth at least.
     """
     pace = pace or Pace()
     device = device or torch.device("cpu")
@@ -90,10 +103,14 @@ def measure_local_costs(
         groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         pg, clock = groups[dist.get_rank()], time.perf_counter
     measured: dict[str, list[tuple[LocalWork, list[float]]]] = {"hot_cold": [], "table_wise": []}
-    for probe in PROBES:
+    end_s = time.perf_counter() + budget_s
+    for index, probe in enumerate(PROBES):
         pace.sample()
-        for placement, results in measured.items():
-            results.append(_probe(placement, probe, pg, device, clock))
+        for done, (placement, results) in enumerate(measured.items()):
+            num_left = len(measured) * (len(PROBES) - index) - done
+            share_s = (end_s - time.perf_counter()) / num_left
+            results.append(_probe(placement, probe, pg, device, clock, share_s))
+            gc.collect()  # tables
         advance()
     slowdown = pace.slowdown(dist.get_world_size()) if device.type == "cpu" else 1.0
     costs = {}
@@ -111,55 +128,59 @@ def _probe(
     pg: dist.ProcessGroup,
     device: torch.device,
     clock: Callable[[], float],
+    share_s: float,
 ) -> tuple[LocalWork, list[float]]:
     """Work of a shape, and ms by phase: the median over steps of the slowest rank."""
-    num_ids = probe.batch_size * probe.ids  # of each table
-    used = max(1, round(num_ids * probe.rows_per_sample))
-    rows = max(used, _TABLES_BYTES // (sum(probe.table_dims) * _ELEMENT_BYTES))
+    end_s = time.perf_counter() + share_s
+    rows = max(probe.used_rows, _TABLES_BYTES // (sum(probe.table_dims) * _ELEMENT_BYTES))
     collection = bag_collection([rows] * probe.tables, probe.table_dims)
     placement = make_placement(
         placement_name, collection, pg, device_type=device.type, batch_size=probe.batch_size
     )
     step = ExchangeStep(collection, placement, pg, device, clock)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    times: list[list[float]] = []
-    unique = 0.0
-    num_warmup, num_timed = _WARMUP_STEPS, _TIMED_STEPS
-    index = 0
-    while index < num_warmup + num_timed:
+
+    def take(probe: _Probe) -> tuple[float, PhaseTimes, float]:
+        """Seconds of a step, its times, and the distinct rows of its batch."""
         shape = probe.tables, probe.batch_size, probe.ids
-        ids_TBL = torch.randint(used, shape, generator=generator)
-        ids_TBL *= rows // used  # scatter the rows in use over the table
+        ids_TBL = torch.randint(probe.used_rows, shape, generator=generator)
+        ids_TBL *= rows // probe.used_rows  # scatter the rows in use over the table
         dist.barrier()
         start_s = time.perf_counter()
         taken = step.run(bag_batch(ids_TBL).to(device))
-        if index == 0:
-            slowest_s = torch.tensor(time.perf_counter() - start_s)
-            dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
-            if slowest_s > _SLOW_STEP_S:
-                num_warmup, num_timed = _WARMUP_STEPS_SLOW, _TIMED_STEPS_SLOW
-        if index >= num_warmup:
-            times.append([getattr(taken, f"{phase}_ms") for phase in PHASES])
-            unique += sum(ids_BL.unique().numel() for ids_BL in ids_TBL) / num_timed
-        index += 1
-    del step
-    gc.collect()
-    bags, lookups = float(probe.tables * probe.batch_size), float(probe.tables * num_ids)
+        unique = sum(ids_BL.unique().numel() for ids_BL in ids_TBL)
+        return time.perf_counter() - start_s, taken, unique
+
+    few = replace(probe, batch_size=round(probe.batch_size * _FEW))
+    *_, (few_s, _, _) = [take(few) for _ in range(_WARMUP_STEPS)]
+    fitting = times_fitting(end_s - time.perf_counter(), few_s / _FEW)
+    num_timed = int(min(_MOST_STEPS, max(_FEWEST_STEPS, fitting)))
+    share = min(1.0, max(_FEW, fitting / num_timed))
+    probe = replace(probe, batch_size=round(probe.batch_size * share))
+    taken = [take(probe) for _ in range(num_timed)]
+    times = [[getattr(found, f"{phase}_ms") for phase in PHASES] for _, found, _ in taken]
+    slowest = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    unique = fmean(number for _, _, number in taken)
+    work = _work(probe, unique, pg.size(), is_hot_cold=placement_name == "hot_cold")
+    return work, [median(times_ms) for times_ms in slowest.T.tolist()]
+
+
+def _work(probe: _Probe, unique: float, num_ranks: int, *, is_hot_cold: bool) -> LocalWork:
+    """Work of a rank in a step of a shape, with so many distinct rows in its batch."""
+    bags = float(probe.tables * probe.batch_size)
+    lookups, used = bags * probe.ids, probe.used_rows
     # expected number of distinct rows in the batches of all ranks
-    updated_per_table = used * (1 - (1 - 1 / used) ** (num_ids * pg.size()))
-    buffered = bags + 2 * unique if placement_name == "hot_cold" else 2 * bags
+    updated_per_table = used * (1 - (1 - 1 / used) ** (probe.batch_size * probe.ids * num_ranks))
     dim = fmean(probe.table_dims)
-    work = LocalWork(
+    return LocalWork(
         features=probe.tables,
         lookups=lookups,
         rows=unique,
         lookup_elements=lookups * dim,
         bag_elements=bags * dim,
         row_elements=unique * dim,
-        buffer_elements=buffered * dim,
-        updated=probe.tables * updated_per_table / pg.size(),
-        packs=probe.packs - 1 if placement_name == "hot_cold" else 0,
+        buffer_elements=(bags + 2 * unique if is_hot_cold else 2 * bags) * dim,
+        updated=probe.tables * updated_per_table / num_ranks,
+        packs=probe.packs - 1 if is_hot_cold else 0,
     )
-    slowest = torch.tensor(times, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return work, [median(times_ms) for times_ms in slowest.T.tolist()]

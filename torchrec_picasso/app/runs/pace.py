@@ -86,6 +86,13 @@ class Pace:
         )
 
 
+def times_fitting(left_s: float, once_s: float) -> float:
+    """How often something fits into the time left, on the rank where it fits least. Collective."""
+    fitting = torch.tensor(max(0.0, left_s) / once_s, dtype=torch.float64)
+    dist.all_reduce(fitting, dist.ReduceOp.MIN)
+    return float(fitting)
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

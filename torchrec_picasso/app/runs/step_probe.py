@@ -26,6 +26,7 @@ from torchrec_picasso.app.config import (
     TrainConfig,
 )
 from torchrec_picasso.app.runs.dense_probe import measure_dense
+from torchrec_picasso.app.runs.pace import times_fitting
 from torchrec_picasso.app.runs.placements import hot_cold_sharders
 from torchrec_picasso.app.runs.trainer import Trainer, unsharded_model
 from torchrec_picasso.app.zoo.registry import make_source
@@ -33,7 +34,8 @@ from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.planner import hot_cold_planner
 
 _BATCH_SIZE, _DIM, _MAX_ROWS, _HIDDEN = 128, 16, 2_000, (16,)
-_NUM_BATCHES, _WARMUP_STEPS, _TIMED_STEPS, _TURNS = 8, 10, 6, 20
+_NUM_BATCHES, _WARMUP_STEPS, _TIMED_STEPS = 8, 10, 6
+_BUDGET_S, _FEWEST_TURNS, _MOST_TURNS = 5.0, 3, 20
 _SIDES = {"stock": ("table_wise", "sparse_dist"), "rows": ("hot_cold", "interleaved")}
 """Placement and pipeline of each side, by the name of the planner's price."""
 
@@ -81,10 +83,13 @@ def with_step_costs(curves: CommCurves, device: torch.device) -> CommCurves:
 
 def _step_ms(steps: dict[str, Iterator[Tensor]]) -> dict[str, float]:
     """Time of a step of each side, which take turns: the median, on the slowest rank."""
+    began_s = time.perf_counter()
     for own in steps.values():
         _take(own, _WARMUP_STEPS)
+    turn_s = (time.perf_counter() - began_s) * (1 + _TIMED_STEPS) / _WARMUP_STEPS
+    fitting = times_fitting(_BUDGET_S, turn_s)
     turns: dict[str, list[float]] = {side: [] for side in steps}
-    for _ in range(_TURNS):
+    for _ in range(int(min(_MOST_TURNS, max(_FEWEST_TURNS, fitting)))):
         for side, own in steps.items():
             _take(own, 1)
             dist.barrier()
