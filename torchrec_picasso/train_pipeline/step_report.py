@@ -124,13 +124,12 @@ class StepReports:
 
         own = pd.DataFrame(map(vars, self.reports), columns=[*_OVER_STEPS]).agg(_OVER_STEPS)
         counted = [r.lookups_by_home for r in self.reports if r.lookups_by_home is not None]
-        lookups_W = torch.stack(counted).double().mean(0).tolist() if counted else []
-        gathered: list[Any] = [None] * dist.get_world_size(pg)
+        gathered: list[Any] = [None] * (num_ranks := dist.get_world_size(pg))
+        lookups_W = torch.stack(counted).double().mean(0).tolist() if counted else [0.0] * num_ranks
         dist.all_gather_object(gathered, (own.to_dict(), lookups_W), group=pg)
         lines, lookups_WW = zip(*gathered)
         # by rank that looks up, then by home rank
-        served_W: list[float] = [*map(sum, zip(*lookups_WW))] or [0.0] * len(lines)
-        return pd.DataFrame(lines).assign(served_lookups=served_W)
+        return pd.DataFrame(lines).assign(served_lookups=list(map(sum, zip(*lookups_WW))))
 
 
 class StepWatch:

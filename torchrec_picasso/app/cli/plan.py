@@ -146,7 +146,9 @@ def _print_summary(summary: dict[str, Any], frame: pd.DataFrame) -> None:
 def _row_wise(over: dict[str, float], frame: pd.DataFrame) -> str:
     if "row_wise" not in over:
         return ""
-    table = frame.loc[frame["row_wise_load"].idxmax()]
+    # the table that gives its busiest rank most beyond an equal share
+    beyond = frame["lookups"] * (frame["row_wise_load"] - 1)
+    table = frame.loc[beyond.idxmax()]
     return f", row_wise {over['row_wise']:.2f} ({table['row_wise_load']:.2f} on {table['table']})"
 
 
