@@ -50,7 +50,7 @@ _SIMPLER_MARGIN, _ONCE_MARGIN = 0.03, 0.3
 the step and of what any step with hot/cold tables costs once, which differs by as much from one
 calibration to the next and decides small steps (``benchmarks.small_steps``)."""
 _HOSTS_MARGIN = 0.07
-"""The same for rows by host and the best plan of rows or bags. On two hosts of two ranks they were
+"""The same for rows by host and the best other hot/cold plan. On two hosts of two ranks they were
 predicted to take 0.95 to 1.1 of flat rows and took 1.15; on two of four 0.81 to 0.86, and took 0.85
 to 0.94."""
 _TYPE_MARGIN = 0.05

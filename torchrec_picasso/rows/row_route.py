@@ -311,8 +311,7 @@ class RowsRequest(RouteRequest):
         sums_U1 = pad(lookups_U.cumsum(0), (1, 0))
         ends_PQ = sums_U1.index_select(0, counts_PQ.flatten().cumsum(0))
         lookups_PQ = torch.diff(ends_PQ, prepend=sums_U1[:1]).view_as(counts_PQ)
-        lookups_W = lookups_PQ[:, 1:].reshape(-1, world_size).sum(0)
-        return self.route.by_rank(lookups_W)
+        return self.route.by_rank(lookups_PQ[:, 1:].reshape(-1, world_size).sum(0))
 
     def build_layout(self, first_matrix: int) -> RouteLayout:
         """Builds the layout in fetch order."""
