@@ -8,10 +8,11 @@ one check of a list.
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Protocol
 
 import torch.autograd.profiler as autograd_profiler
@@ -19,7 +20,25 @@ import torch.autograd.profiler as autograd_profiler
 WAIT_RANGE, STEP_RANGE, OP_RANGE = "picasso wait", "picasso step", "picasso op"
 """First words of the names of the profiler ranges of waits, of steps and of operations."""
 
+_EXIT_S = 0.1
+"""Time for gloo's threads to release the tensors of the last collectives."""
+
 _NO_RANGE: AbstractContextManager[object] = nullcontext()
+
+
+def outlast_gloo_threads() -> None:
+    """Delays the end of the interpreter, so that gloo's threads can release their tensors first.
+
+    A gloo thread takes the GIL to release a tensor. If the interpreter has begun to end, as when a
+    rank exits right after its last collective on a busy host, torch then aborts the process
+    (``terminate called without an active exception``; pytorch issue 190489).
+    """
+    atexit.unregister(_wait_for_gloo_threads)
+    atexit.register(_wait_for_gloo_threads)
+
+
+def _wait_for_gloo_threads() -> None:
+    time.sleep(_EXIT_S)
 
 
 class Pending(Protocol):
@@ -87,7 +106,7 @@ def named_range(*name: object) -> AbstractContextManager[object]:
 def wait_for(pending: Pending) -> None:
     """Waits for an operation in progress, inside a named profiler range, and notes the time."""
     with named_range(WAIT_RANGE):
-        start = perf_counter()
+        start = time.perf_counter()
         pending.wait()
         for tally in _watching:
-            tally.waited_s += perf_counter() - start
+            tally.waited_s += time.perf_counter() - start

@@ -16,6 +16,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from torchrec_picasso._torchrec import BackwardHookWork, InjectionSite, TrainPipelineContext
 from torchrec_picasso.batches.feed import BatchFeed, IdStream, SplitBatch
+from torchrec_picasso.exchange.waiting import outlast_gloo_threads
 from torchrec_picasso.rows.hot_rows import SavedUses
 from torchrec_picasso.rows.refresh_policy import Refresh
 from torchrec_picasso.rows.refresher import Refreshed
@@ -138,6 +139,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             dmp_collection_sync_interval_batches=dmp_collection_sync_interval_batches,
             enable_inplace_copy_batch=enable_inplace_copy_batch,
         )
+        outlast_gloo_threads()
         self._id_stream = IdStream(self._data_dist_stream, self._memcpy_stream)
         self._feed = BatchFeed(
             self.inplace_copy_batch_to_gpu if enable_inplace_copy_batch else self.copy_batch_to_gpu,
