@@ -129,7 +129,7 @@ class Measurement:
             times = [ms[index]]
             for _ in range(_MORE_TIMES):
                 share_s = _SHARE * self._left_s()
-                if ms[index] * _CALLS[name] * (_WARMUPS + _MIN_REPEATS) / 1e3 <= share_s:
+                if ms[index] * _least_calls(name) / 1e3 <= share_s:
                     seconds = min(self.seconds_per_point, share_s)
                     times.append(self._point(name, sizes[index], seconds)[1])
             ms[index] = median(times)
@@ -162,8 +162,8 @@ class Measurement:
         next_ms = 0.0
         for name, (*_, (_, before_ms), (_, last_ms)) in points.items():
             grown_ms = last_ms + _GROWTH * max(0.0, last_ms - before_ms)
-            next_ms += _CALLS[name] * min(grown_ms, _GROWTH * last_ms)
-        return next_ms * (_WARMUPS + _MIN_REPEATS) / 1e3 <= self._left_s()
+            next_ms += _least_calls(name) * min(grown_ms, _GROWTH * last_ms)
+        return next_ms / 1e3 <= self._left_s()
 
     def _point(self, name: str, size: int, seconds: float) -> tuple[int, float]:
         """Measures one size: bytes of the busiest rank, and the median time in milliseconds."""
@@ -171,13 +171,13 @@ class Measurement:
         num_bytes, call = _prepare(name, self._ranks_of[name], numel, self.device)
         # Two warm-up calls: the first connects, the second determines the number of repetitions,
         # with the barrier that each of them has.
-        num_calls = _CALLS[name]
-        self._time_ms(call, num_calls)
+        self._time_ms(call, 1)
         start_s = _now_s()
         dist.barrier(group=self.group)
-        self._time_ms(call, num_calls)
+        self._time_ms(call, 1)
         (first_s,) = self._slowest([_now_s() - start_s])
-        repeats = int(max(_MIN_REPEATS, min(_MAX_REPEATS, seconds / first_s)))
+        num_calls = _CALLS[name]
+        repeats = int(max(_MIN_REPEATS, min(_MAX_REPEATS, seconds / (num_calls * first_s))))
         times = []
         for repeat in range(repeats):
             dist.barrier(group=self.group)
@@ -197,6 +197,11 @@ class Measurement:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return (_now_s() - start_s) * 1e3
+
+
+def _least_calls(name: str) -> int:
+    """Returns how often measuring one size calls a collective, at least."""
+    return _WARMUPS + _MIN_REPEATS * _CALLS[name]
 
 
 def _prepare(
