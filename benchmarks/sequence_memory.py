@@ -54,7 +54,7 @@ from torchrec_picasso import (
 from torchrec_picasso.app.cli.outputs import check_outputs, write_result
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.cost.hot_cold import hot_cold_memory_bytes
+from torchrec_picasso.cost.forms import hot_cold_memory_bytes
 from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.planner.decision import Decision
 from torchrec_picasso.planner.explain import summarize

@@ -24,13 +24,28 @@ Form = Literal["rows", "bags", "node_rows"]
 and pooled on the rank of the batch; ``"bags"`` = owner-pooled, the home rank of the table sends one
 vector per bag; ``"node_rows"`` = row-exchanged by host, a row crosses once per host."""
 
-SHARDING_TYPE_OF: Mapping[str, str] = {
-    "rows": ShardingType.ROW_WISE.value,
-    "bags": ShardingType.TABLE_WISE.value,
-    "node_rows": ShardingType.ROW_WISE.value,
+
+@dataclass(frozen=True, kw_only=True)
+class FormTraits:
+    """Properties of a form that plans and shardings read."""
+
+    sends_bags: bool = False
+    """Whether the only home rank of a table sends vectors of bags; then it has no replicas."""
+    by_module: bool = False
+    """Whether all hot/cold tables of a module have the form, or none."""
+
+    @property
+    def sharding_type(self) -> str:
+        """TorchRec's sharding type: owned by all ranks, or by the rank that pools."""
+        return (ShardingType.TABLE_WISE if self.sends_bags else ShardingType.ROW_WISE).value
+
+
+FORMS: Mapping[str, FormTraits] = {
+    "rows": FormTraits(),
+    "bags": FormTraits(sends_bags=True),
+    "node_rows": FormTraits(by_module=True),
 }
-"""TorchRec's sharding type by :data:`Form`: owned by all ranks, or by the rank that pools. Packs,
-and the features of a batch, are in this order."""
+"""The forms; packs, and the features of a batch, are in this order."""
 
 _MOST_POOLED_WAVES = 4  # more waves send more messages and hide less
 
@@ -41,8 +56,7 @@ def pack_key(form: Form, wave: int, dim: int, memory: Hashable) -> tuple[int, in
     Bags ignore the wave of the placement: they are spread over waves by pack instead. ``memory`` is
     what is equal in one FBGEMM table: compute kernel and data type.
     """
-    is_pooled = SHARDING_TYPE_OF[form] == ShardingType.TABLE_WISE.value
-    return list(SHARDING_TYPE_OF).index(form), 0 if is_pooled else wave, dim, memory
+    return list(FORMS).index(form), 0 if FORMS[form].sends_bags else wave, dim, memory
 
 
 def owner_pooled_waves(num_packs: int) -> list[slice]:
@@ -86,10 +100,10 @@ class HotColdParams(CacheParams):
 
     def __post_init__(self) -> None:
         self.hot_rows = _ascending_ids(self.hot_rows)
-        if self.form not in SHARDING_TYPE_OF:
-            forms = ", ".join(map(repr, SHARDING_TYPE_OF))
+        if self.form not in FORMS:
+            forms = ", ".join(map(repr, FORMS))
             raise PlanError(f"form {self.form!r} is unknown; the forms are {forms}")
-        if self.form == "bags" and self.num_hot_rows:
+        if FORMS[self.form].sends_bags and self.num_hot_rows:
             raise PlanError(
                 f"{self.num_hot_rows} hot rows were given with form='bags'; owner-pooled tables "
                 "have no replicas: leave out hot_rows, or use form='rows'"

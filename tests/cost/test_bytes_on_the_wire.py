@@ -36,8 +36,9 @@ from torchrec_picasso import FrequencyStats, HotColdEmbeddingBagCollectionSharde
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.wire_meter import WireMeter
 from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.by_host import ByHost
 from torchrec_picasso.cost.curves import COLLECTIVES, Curve
-from torchrec_picasso.cost.hot_cold import ByHost, HotColdTotals, exchange_bytes, level_bytes
+from torchrec_picasso.cost.hot_cold import HotColdTable, HotColdTotals, exchange_bytes
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.exchange.agreement import Flags
 from torchrec_picasso.exchange.waiting import tallied
@@ -199,14 +200,10 @@ def test_bytes_of_true_numbers_are_exact_by_host() -> None:
     world_size = HOSTS * PLACES
     totals = _known_totals(world_size)
     # the ranks of a host look up two and three rows at each home, two of them both
-    crossing = {table.name: 3 * world_size / PLACES for table in TABLES}
-    totals = replace(
-        totals,
-        crossing=sum(crossing.values()),
-        crossing_elements=sum(crossing[t.name] * t.dim for t in TABLES),
-    )
-    by_host = ByHost(totals=totals, num_packs=2, ranks_per_host=PLACES)
-    expected = level_bytes(by_host, world_size)
+    elements = 3 * world_size / PLACES * sum(table.dim for table in TABLES)
+    crossing = HotColdTotals(cold_elements=elements)
+    by_host = ByHost(totals=totals, crossing=crossing, num_packs=2, ranks_per_host=PLACES)
+    expected = {way.collective: dict(way.sent) for way in by_host.ways(world_size)}
     by_rank = run_ranks(_count_by_host, world_size, timeout_s=60)
     expected["across"]["hot"] = 0.0  # an all-reduce, which has no receiver
     for level, sent in expected.items():
@@ -228,7 +225,8 @@ def test_rows_of_real_ids_that_cross_hosts(
     dim, num_steps, world_size = 16, 4, HOSTS * places
     features = [f"c{number + 1}" for number in range(26)]
     data = pq.read_table(criteo_path, columns=features).to_pandas()
-    totals, per_rank, per_host = HotColdTotals(), 0, 0
+    tables: list[HotColdTable] = []
+    per_rank = per_host = 0
     for name in features:
         ids = np.unique(data[name].fillna(-1), return_inverse=True)[1]
         counts = np.bincount(ids)
@@ -240,16 +238,14 @@ def test_rows_of_real_ids_that_cross_hosts(
             bags=size,
             spectrum=CountSpectrum.from_counts(torch.from_numpy(counts), len(counts)),
         )
-        work = TableWork(load, world_size, places)
-        totals = totals.plus(HotColdTotals.from_table(work, 0, "node_rows"))
+        tables.append((TableWork(load, world_size, places), 0, "node_rows"))
         block = -(-len(counts) // world_size)
         for step in ids[: num_steps * world_size * size].reshape(num_steps, HOSTS, places, size):
             for host, on_ranks in enumerate(step):
                 rows = np.concatenate([np.unique(on_rank) for on_rank in on_ranks])
                 rows = rows[rows // block // places != host]
                 per_rank, per_host = per_rank + len(rows), per_host + len(np.unique(rows))
-    by_host = ByHost(totals=totals, num_packs=1, ranks_per_host=places)
-    across = level_bytes(by_host, world_size)["across"]
+    across = ByHost.from_tables(tables, num_packs=1).ways(world_size)[1].sent
     expected = {"rows": 4 * dim * per_host, "ids": 4 * per_rank}  # row numbers cross as they came
     for what, num_bytes in expected.items():
         assert across[what] * num_steps * world_size == pytest.approx(num_bytes, rel=0.03)

@@ -11,12 +11,8 @@ import torch
 
 from torchrec_picasso.app.runs.exchange_step import bag_batch, bag_collection
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.cost.hot_cold import (
-    HotColdTotals,
-    exchange_bytes,
-    exchange_times,
-    hot_cold_memory_bytes,
-)
+from torchrec_picasso.cost.forms import hot_cold_memory_bytes
+from torchrec_picasso.cost.hot_cold import Exchange, HotColdTotals, exchange_bytes, exchange_times
 from torchrec_picasso.cost.local import DenseTimes, LocalCosts, PhaseCost, SideCosts
 from torchrec_picasso.cost.step_price import StepPricer, _shares, chunk_shares
 from torchrec_picasso.cost.stock import (
@@ -203,7 +199,7 @@ def test_bags_send_lookups_lengths_and_pooled_vectors() -> None:
     uniform = TableWork(dataclasses.replace(item.load, spectrum=None, num_embeddings=10**6), 2)
     curves = network()
     rows, bags = (
-        StepPricer(curves, 2).price(HotColdTotals.from_table(uniform, 0, form))
+        StepPricer(curves, 2).price([Exchange.from_tables([(uniform, 0, form)], 1)])
         for form in ("rows", "bags")
     )
     assert bags.step_ms < rows.step_ms
@@ -215,7 +211,7 @@ def test_bags_are_never_fetched_ahead() -> None:
     bags = HotColdTotals.sum([HotColdTotals.from_table(work(pooling=2), 0, "bags")] * 20)
     dense = DenseTimes.from_total(500.0)
     curves = network(0.02, local=FREE)
-    whole, cut = (StepPricer(curves, 2, dense, [k]).price(bags) for k in (1, 8))
+    whole, cut = (StepPricer(curves, 2, dense, [k]).price([Exchange(totals=bags)]) for k in (1, 8))
     assert whole.step_ms > dense.total_ms + 0.9 * whole.wire_ms
     assert cut.step_ms < dense.total_ms + 0.3 * whole.wire_ms
 
@@ -226,12 +222,13 @@ def test_dense_work_hides_the_exchange_and_more_parts_hide_more() -> None:
     dense = DenseTimes.from_total(2000.0)
     busy = StepPricer(network(0.005), 2, dense)
     added_ms = {
-        k: StepPricer(network(0.005), 2, dense, [k]).price(totals).step_ms for k in (1, 4, 8)
+        k: StepPricer(network(0.005), 2, dense, [k]).price([Exchange(totals=totals)]).step_ms
+        for k in (1, 4, 8)
     }
     assert added_ms[1] > added_ms[4] > added_ms[8]
-    best = busy.price(totals)
+    best = busy.price([Exchange(totals=totals)])
     assert best.num_micro_batches > 1
-    assert best.step_ms - 2000 < 0.6 * idle.price(totals).step_ms
+    assert best.step_ms - 2000 < 0.6 * idle.price([Exchange(totals=totals)]).step_ms
     assert best.step_ms >= max(best.wire_ms, best.compute_ms)
 
 
@@ -240,7 +237,10 @@ def test_stock_tables_beside_the_exchange_are_exposed() -> None:
     stock = stock_cost("table_wise", works, network(), 2)
     pricer = StepPricer(network(), 2, DenseTimes.from_total(1000.0))
     totals = HotColdTotals.sum(HotColdTotals.from_table(own, 0) for own in works)
-    alone, beside = pricer.price(totals), pricer.price(totals, stock)
+    alone, beside = (
+        pricer.price([Exchange(totals=totals)]),
+        pricer.price([Exchange(totals=totals)], stock),
+    )
     waits_ms = stock.forward_wire_ms + stock.backward_wire_ms
     assert beside.step_ms >= alone.step_ms + waits_ms
 
@@ -253,7 +253,10 @@ def test_stock_work_counts_where_nothing_is_sent(kind: str, world_size: int) -> 
     assert stock.forward_wire_ms == 0 < stock.forward_ms
     totals = HotColdTotals.from_table(item, 0)
     pricer = StepPricer(network(), world_size, micro_batch_counts=[1])
-    alone, beside = pricer.price(totals), pricer.price(totals, stock)
+    alone, beside = (
+        pricer.price([Exchange(totals=totals)]),
+        pricer.price([Exchange(totals=totals)], stock),
+    )
     assert beside.compute_ms == pytest.approx(alone.compute_ms + stock.compute_ms)
     assert beside.step_ms >= 0.999 * (alone.step_ms + stock.compute_ms + stock.wire_ms)
 
@@ -262,7 +265,9 @@ def test_modules_are_called_one_by_one_but_a_step_is_one() -> None:
     costs = SideCosts(forward=PhaseCost(fixed_ms=3.0), step_ms=5.0)
     curves = network(local=LocalCosts(hot_cold=costs, stock=costs))
     pricer, totals = StepPricer(curves, 2), HotColdTotals.from_table(work(), 0)
-    one, two = (pricer.price(totals, num_modules=count).compute_ms for count in (1, 2))
+    one, two = (
+        pricer.price([Exchange(totals=totals)], num_modules=count).compute_ms for count in (1, 2)
+    )
     assert two == pytest.approx(one + 3.0)
     one_exchange, two_exchanges = (
         pricer.sparse_dist(stock_cost("table_wise", [work()] * 2, curves, 2, count))
@@ -281,9 +286,9 @@ def test_each_further_pack_and_each_wave_has_its_price() -> None:
     )
     pricer = StepPricer(network(local=costs), 2, micro_batch_counts=[1])
     totals = HotColdTotals.from_table(work(), 0, "bags")
-    one, four = (pricer.price(totals, num_packs=packs) for packs in (1, 4))
+    one, four = (pricer.price([Exchange(totals=totals, num_packs=packs)]) for packs in (1, 4))
     assert four.compute_ms == pytest.approx(one.compute_ms + 3 * 3 * 2.0)
-    in_waves = pricer.price(totals, num_packs=4, num_bag_waves=4)
+    in_waves = pricer.price([Exchange(totals=totals, num_packs=4)], num_bag_waves=4)
     # three rows and three gradients messages more, each with its latency
     assert in_waves.wire_ms == pytest.approx(four.wire_ms + 6 * 0.3)
 
@@ -317,19 +322,21 @@ def test_stock_alone_hides_its_ids_only_and_in_backward() -> None:
     curves = network(core_ns=1.0)
     stock = stock_cost("table_wise", works, curves, 2)
     dense = DenseTimes.from_total(50.0, parameter_bytes=1e6)
-    price = StepPricer(curves, 2, dense).price(HotColdTotals(), stock)
+    price = StepPricer(curves, 2, dense).price([], stock)
     reduce_ms = curves.ms("all_reduce", 1e6)
     core_ms = curves.core_ns_per_byte * stock.sent_bytes["ids"] * 1e-6
     assert 0 < core_ms < stock.ids_wire_ms
     assert price.step_ms == pytest.approx(stock.exposed_ms + 50 + reduce_ms + core_ms)
     assert price.num_micro_batches == 1
     busy_wire = dataclasses.replace(stock, ids_wire_ms=1e4)
-    longer = StepPricer(curves, 2, dense).price(HotColdTotals(), busy_wire)
+    longer = StepPricer(curves, 2, dense).price([], busy_wire)
     forward_ms = stock.ids_ms + stock.forward_ms + dense.forward_ms
     assert longer.step_ms == pytest.approx(longer.wire_ms + forward_ms)
 
 
 def test_one_rank_has_no_wire() -> None:
-    alone = StepPricer(network(), 1).price(HotColdTotals.from_table(TableWork(work().load, 1), 0))
+    alone = StepPricer(network(), 1).price(
+        [Exchange.from_tables([(TableWork(work().load, 1), 0, "rows")], 1)]
+    )
     assert alone.wire_ms == 0
     assert alone.step_ms == pytest.approx(alone.compute_ms)

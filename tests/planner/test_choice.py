@@ -196,7 +196,8 @@ MIXED = [pooled("distinct", 6, None), pooled("repeated", 2, 1.3), pooled("more",
 
 def may_take_bags(works: list[TableWork], *able: bool) -> list[TableInfo]:
     tables = zip(ask(works), able or (True,) * len(works))
-    return [dataclasses.replace(table, no_bags=None if may else "no") for table, may in tables]
+    no_form: list[dict[Form, str]] = [{"bags": "no", "node_rows": "no"}, {"node_rows": "no"}]
+    return [dataclasses.replace(table, no_form=no_form[may]) for table, may in tables]
 
 
 def test_bags_travel_where_they_are_cheaper() -> None:
@@ -274,7 +275,7 @@ def on_hosts(gbytes_per_s: float, inside_gbytes_per_s: float = 5.0) -> CommCurve
 
 
 def may_go_by_host(works: list[TableWork], **others: object) -> list[TableInfo]:
-    return [dataclasses.replace(each, no_hosts=None, **others) for each in ask(works)]  # type: ignore[arg-type]
+    return [dataclasses.replace(each, no_form={"bags": "no"}, **others) for each in ask(works)]  # type: ignore[arg-type]
 
 
 def module_works(name: str, exponent: float, num_tables: int = 4) -> list[TableWork]:
@@ -290,7 +291,7 @@ def test_rows_go_by_host_where_ranks_share_them_and_the_network_is_slow() -> Non
     assert choice.priced_ms["node_rows"] == choice.step.step_ms
     # a table whose rows go directly keeps its module so
     tables = may_go_by_host(shared, no_hot_rows="no")
-    tables[0] = dataclasses.replace(tables[0], no_hosts="form='rows' was requested")
+    tables[0] = dataclasses.replace(tables[0], no_form={"node_rows": "form='rows' was requested"})
     choice = choose(tables, slow)
     assert "node_rows" not in choice.priced_ms
     assert set(choice.forms) == {"rows"}

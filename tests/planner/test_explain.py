@@ -514,7 +514,7 @@ def test_rows_by_host_that_cannot_be_had_are_refused(
 
 def test_sequences_never_take_bags() -> None:
     planner, plan = planned_of(Model(sequence=True), curves=SLOW, stats=None)
-    facts = {fact.load.name: fact.no_bags for fact in planner.decision.tables}
+    facts = {fact.load.name: fact.no_form.get("bags") for fact in planner.decision.tables}
     assert facts == {**dict.fromkeys(ROWS), "s": "its output is sequences, not bags"}
     assert params(plan)["s"].form == "rows"
 
@@ -540,7 +540,7 @@ def test_tables_behind_feature_processors_take_rows_alone() -> None:
     either = dict.fromkeys(POOLING, ParameterConstraints(sharding_types=["row_wise", "table_wise"]))
     planner, plan = _processed(curves=SLOW, constraints=either, hot_rows=0)
     assert {name: one.form for name, one in params(plan).items()} == dict.fromkeys(POOLING, "rows")
-    assert {fact.no_bags for fact in planner.decision.tables} == {
+    assert {fact.no_form["bags"] for fact in planner.decision.tables} == {
         "feature processors weight its lookups on the rank of the batch"
     }
     chosen, plan = _processed(curves=SLOW, constraints=either)

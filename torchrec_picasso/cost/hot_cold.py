@@ -7,21 +7,24 @@ all-reduce of hot rows' gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
 
-from torchrec_picasso.batches.split import micro_batch_sizes
+from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalCosts, LocalWork
-from torchrec_picasso.cost.table_work import Summable, TableLoad, TableWork
+from torchrec_picasso.cost.table_work import Summable, TableWork
 from torchrec_picasso.ops.ids import parts_to_unite, words_of
-from torchrec_picasso.placement import Form
+from torchrec_picasso.placement import FORMS, Form
+
+HotColdTable = tuple[TableWork, float, Form]
+"""The work of a table, its number of hot rows, and its form."""
 
 _WORD_BYTES = 8
 HEADER_FLAGS = 3
 """Words of a header that are no counts."""
 _LENGTH_BYTES = 4
-_WIRE_BYTES = 4  # a float32 element
-_MARK_BYTES, _COUNT_BYTES = 1, 4  # of a home row
+WIRE_BYTES = 4  # a float32 element
 _LARGEST_INT32 = 2**31 - 1
 
 # Rows of several packs are concatenated before an exchange and split after it. On one core, 24
@@ -29,17 +32,6 @@ _LARGEST_INT32 = 2**31 - 1
 # 2.9 ms with 5,900, 3.7 ms with 21,700 of D=64 (four packs): 0.3 to 1.0 ns for each of four copies
 # of an element, beside the cost of a pack.
 _COPY_NS = 0.7
-
-_MATRICES = (2.75, 4.1)
-"""Rows held at the peak of a step, per distinct row of the batch: of a whole batch, and in
-micro-batches. Two or three matrices with their slack, and rows that are being sent."""
-_LOOKUP_BYTES = (100, 170)
-"""Of ids and positions, per lookup, in the same two cases. Predictions of sequences and of pooled
-tables are within 10 % of measured peaks (``benchmarks.sequence_memory``, docs/dev/log.md)."""
-_RELAYED, _RELAYED_BYTES = 1.125, 100
-"""Of relays: vectors held per row that one asks home ranks for, and per gradient that it sums, both
-in buffers with their slack; bytes of positions per row that it is asked for."""
-_SAMPLES = 1000  # of which micro-batches have shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +61,12 @@ class HotColdTotals(Summable):
     bag_elements: float = 0.0
     bag_lookups: float = 0.0
     bag_lookup_elements: float = 0.0
-    # of tables by host: distinct cold rows of the batches of a host's ranks, over their number
-    crossing: float = 0.0
-    crossing_elements: float = 0.0
-    crossing_dirty_elements: float = 0.0  # of those that the batch before updates
 
     @staticmethod
     def from_table(work: TableWork, num_hot: float, form: Form = "rows") -> HotColdTotals:
         """Computes the work of one table; its most frequent rows are hot unless owner-pooled."""
         load = work.load
-        if form == "bags":
+        if FORMS[form].sends_bags:
             # The lookups of all ranks spread over the home ranks: on average as many as one batch.
             return HotColdTotals(
                 features=load.num_features,
@@ -89,10 +77,7 @@ class HotColdTotals(Summable):
                 bag_lookups=load.lookups,
                 bag_lookup_elements=load.lookups * load.dim,
             )
-        split, crossing, crossing_dirty = work.split(num_hot), 0.0, 0.0
-        if form == "node_rows":
-            crossing = split.cold_on_host / work.ranks_per_host
-            crossing_dirty = split.dirty_on_host / work.ranks_per_host
+        split = work.split(num_hot)
         return HotColdTotals(
             features=load.num_features,
             lookups=load.lookups,
@@ -108,29 +93,6 @@ class HotColdTotals(Summable):
             touched_elements=split.hot_touched * load.dim,
             hot=num_hot,
             rows=load.num_embeddings,
-            crossing=crossing,
-            crossing_elements=crossing * load.dim,
-            crossing_dirty_elements=crossing_dirty * load.dim,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ByHost:
-    """The tables whose rows travel by host: in an exchange of their own, of two parts."""
-
-    totals: HotColdTotals
-    num_packs: int
-    ranks_per_host: int
-
-    @property
-    def crossing(self) -> HotColdTotals:
-        """The totals with the cold rows that a relay asks home ranks for, each once."""
-        totals = self.totals
-        return replace(
-            totals,
-            cold=totals.crossing,
-            cold_elements=totals.crossing_elements,
-            dirty_elements=totals.crossing_dirty_elements,
         )
 
 
@@ -186,19 +148,6 @@ def exchange_times(
     )
 
 
-def with_relays(times: ExchangeTimes, by_host: ByHost, costs: LocalCosts) -> ExchangeTimes:
-    """Adds the work of relays: row numbers are sorted there, and once more at home; each asked row
-    is copied, and its gradient is summed, once more."""
-    totals, ours = by_host.totals, costs.hot_cold
-    relayed = LocalWork(calls=0, rows=totals.cold, row_elements=totals.cold_elements)
-    return replace(
-        times,
-        ids_ms=times.ids_ms + 2 * ours.input_dist.lookup_ns * totals.cold * 1e-6,
-        gather_ms=times.gather_ms + ours.forward.ms(relayed),
-        update_ms=times.update_ms + ours.backward.ms(relayed),
-    )
-
-
 def _works(
     totals: HotColdTotals, num_modules: int, num_packs: int, num_parts: int
 ) -> tuple[LocalWork, LocalWork, LocalWork]:
@@ -230,51 +179,24 @@ def _works(
 def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> dict[str, float]:
     """Predicts the bytes that a rank sends, by purpose: mean over ranks."""
     to_others = (world_size - 1) / world_size  # rows with their home on this rank are not sent
-    rows = (totals.cold_elements + totals.bag_elements) * _WIRE_BYTES * to_others
+    rows = (totals.cold_elements + totals.bag_elements) * WIRE_BYTES * to_others
     ids = (totals.cold + totals.bag_lookups) * id_bytes(totals.rows) + totals.bags * _LENGTH_BYTES
-    bits, united = _bit_bytes(totals, world_size)
+    bits, united = bit_bytes(totals, world_size)
     return {
-        "header": (world_size - 1) * (_count_bytes(num_packs) + bits),
+        "header": (world_size - 1) * (count_bytes(num_packs) + bits),
         "ids": ids * to_others + (world_size - 1) * united,
         "rows": rows,
         "gradients": rows,
-        "hot": 2 * to_others * totals.touched_elements * _WIRE_BYTES,  # summed in a ring
+        "hot": 2 * to_others * totals.touched_elements * WIRE_BYTES,  # summed in a ring
     }
 
 
-def level_bytes(by_host: ByHost, world_size: int) -> dict[str, dict[str, float]]:
-    """Predicts the bytes that a rank sends inside its host and across hosts, by purpose: mean over
-    ranks. Row numbers cross with repeats, rows and their gradients once per host."""
-    totals, places = by_host.totals, by_host.ranks_per_host
-    hot = totals.touched_elements * _WIRE_BYTES
-    bits, united = _bit_bytes(totals, world_size)
-    members = {"inside": places, "across": world_size // places}
-    rows = {"inside": totals.cold_elements, "across": totals.crossing_elements}
-    summed = {"inside": hot, "across": hot / places}  # each place sums a piece over hosts
-    united_by = {"inside": places * united, "across": world_size * united}  # those of its host
-    sent = {
-        level: {
-            # each peer gets those of the ranks behind it
-            "header": world_size * (_count_bytes(by_host.num_packs) + bits),
-            "ids": totals.cold * id_bytes(totals.rows) + united_by[level],
-            "rows": rows[level] * _WIRE_BYTES,
-            "gradients": rows[level] * _WIRE_BYTES,
-            "hot": 2 * summed[level],
-        }
-        for level, num in members.items()
-    }
-    return {
-        level: {name: (num - 1) / num * sent[level][name] for name in sent[level]}
-        for level, num in members.items()
-    }
-
-
-def _count_bytes(num_packs: int) -> float:
+def count_bytes(num_packs: int) -> float:
     """Returns the bytes of a header from one rank to another, of one chunk, without bits."""
     return _WORD_BYTES * (num_packs + HEADER_FLAGS)
 
 
-def _bit_bytes(totals: HotColdTotals, world_size: int) -> tuple[int, int]:
+def bit_bytes(totals: HotColdTotals, world_size: int) -> tuple[int, int]:
     """Returns the bytes that say which hot rows are touched, from one rank to another: of a batch,
     in the header, and united over ranks."""
     hot = math.ceil(totals.hot)
@@ -288,42 +210,61 @@ def id_bytes(num_rows: float) -> int:
     return 4 if num_rows <= _LARGEST_INT32 else 8
 
 
-def home_row_bytes(load: TableLoad, num_hot: float, form: Form) -> float:
-    """Returns the bytes of a home row: weights, optimizer state, and what is kept beside them."""
-    return load.row_bytes + beside_home_row_bytes(num_hot, form)
+@dataclass(frozen=True)
+class Way:
+    """Traffic of one collective of rows in a step."""
+
+    collective: str
+    """The collective of rows, as in curves."""
+    sum_collective: str
+    """The collective of hot rows' gradients."""
+    totals: HotColdTotals
+    """Work by what travels: a row that crosses hosts counts once per host."""
+    sent: Mapping[str, float]
+    """Bytes that a rank sends, by purpose."""
 
 
-def beside_home_row_bytes(num_hot: float, form: Form) -> int:
-    """Returns the bytes that are kept of a home row beside the row: its mark as dirty, and its
-    access count if the table has hot rows (``rows/row_route.py``, ``storage/row_uses.py``). Bags
-    have neither."""
-    return 0 if form == "bags" else _MARK_BYTES + _COUNT_BYTES * (num_hot > 0)
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """The tables of one exchange, here of ranks with home ranks, directly. A form whose rows travel
+    in another way has a subclass, in :data:`.EXCHANGES`."""
+
+    way: ClassVar[str] = "directly"
+    margin: ClassVar[float] = 0.0
+    """A plan of such tables is chosen only if it gains this share of the best other plan's step."""
+
+    totals: HotColdTotals
+    num_packs: int = 1
+
+    @classmethod
+    def from_tables(cls: type[_E], tables: Sequence[HotColdTable], num_packs: int) -> _E:
+        """Computes the work of tables, in ``num_packs`` packs."""
+        totals = HotColdTotals.sum(HotColdTotals.from_table(*table) for table in tables)
+        return cls(totals=totals, num_packs=num_packs)
+
+    @staticmethod
+    def has_price(curves: CommCurves, world_size: int) -> bool:
+        """Whether curves have the times of its collectives between so many ranks."""
+        return True
+
+    @staticmethod
+    def held(work: TableWork, num_hot: float) -> tuple[float, float]:
+        """Returns vectors of a table, and other bytes, that a rank holds for others in a step."""
+        return 0.0, 0.0
+
+    @staticmethod
+    def describe(work: TableWork, num_hot: float) -> str:
+        """Says what this way saves of a table, followed by a comma; nothing by default."""
+        return ""
+
+    def ways(self, world_size: int) -> list[Way]:
+        """Predicts what each collective of rows carries: mean over ranks."""
+        sent = exchange_bytes(self.totals, world_size, self.num_packs)
+        return [Way("row_exchange", "all_reduce", self.totals, sent)]
+
+    def with_own_work(self, times: ExchangeTimes, costs: LocalCosts) -> ExchangeTimes:
+        """Adds work beside that of ranks and home ranks."""
+        return times
 
 
-def hot_cold_memory_bytes(
-    tables: Iterable[tuple[TableWork, float, Form]], num_parts: int = 1
-) -> dict[str, float]:
-    """Predicts the bytes of hot/cold tables per rank; each has its number of hot rows and its form.
-
-    ``home`` and ``replica`` are rows with their state, ``optimizer`` the state of both, and
-    ``buffers`` those of a step in ``num_parts`` micro-batches with lookahead: rows, output, and
-    their gradients, those that a relay passes on included."""
-    home = replica = optimizer = buffers = 0.0
-    sizes_K = micro_batch_sizes(_SAMPLES, num_parts)
-    matrices, lookup_bytes = _MATRICES[num_parts > 1], _LOOKUP_BYTES[num_parts > 1]
-    with_gradient = 1 + max(sizes_K) / _SAMPLES
-    for work, hot, form in tables:
-        load = work.load
-        at_home = load.num_embeddings / work.world_size
-        home += at_home * home_row_bytes(load, hot, form)
-        replica += hot * load.replica_bytes
-        state_bytes = load.row_bytes * (load.optimizer_share / (1 + load.optimizer_share))
-        optimizer += (at_home + hot) * state_bytes
-        vectors = matrices * work.unique + with_gradient * load.vectors
-        buffers += load.lookups * lookup_bytes
-        if form == "node_rows":
-            relayed = HotColdTotals.from_table(work, hot, form)
-            vectors += _RELAYED * (relayed.crossing + relayed.cold)
-            buffers += relayed.cold * _RELAYED_BYTES
-        buffers += vectors * load.dim * _WIRE_BYTES
-    return {"home": home, "replica": replica, "optimizer": optimizer, "buffers": buffers}
+_E = TypeVar("_E", bound=Exchange)

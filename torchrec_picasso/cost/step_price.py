@@ -19,15 +19,13 @@ from functools import cache
 import numpy as np
 
 from torchrec_picasso.batches.split import micro_batch_sizes
-from torchrec_picasso.cost.curves import LEVELS, CommCurves
+from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.hot_cold import (
-    ByHost,
+    Exchange,
     ExchangeTimes,
     HotColdTotals,
-    exchange_bytes,
+    Way,
     exchange_times,
-    level_bytes,
-    with_relays,
 )
 from torchrec_picasso.cost.local import DenseTimes, LocalCosts
 from torchrec_picasso.cost.schedule_time import Message, OpTime, StepPrice, simulate_step
@@ -58,20 +56,6 @@ class CountedStep:
     """Share of the batch's rows that its first samples use: none of them to all, in equal steps."""
 
 
-@dataclass(frozen=True)
-class _Way:
-    """The bytes that the busiest rank sends directly, inside its host, or across hosts."""
-
-    collective: str
-    """The collective of rows, as in curves."""
-    sum_collective: str
-    """The collective of hot rows' gradients."""
-    totals: HotColdTotals
-    """Work by what travels: a row that crosses hosts counts once per host."""
-    sent: Mapping[str, float]
-    """Bytes by purpose."""
-
-
 _Operation = tuple[str, int | None]
 """Kind of an operation, and its micro-batch."""
 
@@ -93,12 +77,6 @@ class StepPricer:
         dense_bytes = 2 * (world_size - 1) / world_size * self.dense.parameter_bytes
         self._dense_sum = self.message("all_reduce", dense_bytes)
 
-    @property
-    def prices_hosts(self) -> bool:
-        """Whether rows by host have a price: their exchanges were measured on fewer ranks of a host
-        than these."""
-        return self.curves.has_levels and self.curves.ranks_per_host < self.world_size
-
     def with_local(self, local: LocalCosts) -> StepPricer:
         """Returns a pricer for a core of other local costs."""
         curves = replace(self.curves, local=local)
@@ -106,12 +84,10 @@ class StepPricer:
 
     def price(
         self,
-        totals: HotColdTotals,
+        exchanges: Sequence[Exchange],
         stock: StockCost | None = None,
         *,
-        by_host: ByHost | None = None,
         num_modules: int = 1,
-        num_packs: int = 1,
         uneven_bags: float = 1.0,
         num_bag_waves: int = 1,
         counted: CountedStep | None = None,
@@ -120,22 +96,20 @@ class StepPricer:
         ones.
 
         Args:
-            totals: Work of the hot/cold tables, but for those by host.
+            exchanges: Exchanges of the hot/cold tables.
             stock: Cost of the stock tables, without overlap; ``None`` = no stock tables.
-            by_host: Hot/cold tables whose rows travel by host; ``None`` = there are none.
             num_modules: Number of modules with hot/cold tables.
-            num_packs: Number of packs of ``totals``.
             uneven_bags: Bags of the busiest home rank divided by the mean over ranks.
             num_bag_waves: Number of waves of owner-pooled packs, which follow the wave of rows.
             counted: Counts of a step; ``None`` = expected ones.
         """
-        stock, direct = stock or StockCost(), totals
-        if by_host is not None:
-            totals = totals.plus(by_host.totals)
-        if not totals.features:
+        stock, costs = stock or StockCost(), self.curves.local
+        if not exchanges:
             return self.sparse_dist(stock)
-        ways = self._ways(direct, num_packs, uneven_bags, by_host)
-        first_used = None
+        totals = HotColdTotals.sum(each.totals for each in exchanges)
+        num_packs = sum(each.num_packs for each in exchanges)
+        ways_of = (each.ways(self.world_size) for each in exchanges)
+        ways, first_used = [_busiest(way, uneven_bags) for own in ways_of for way in own], None
         if counted is not None:
             first_used, found = counted.first_used, counted.busiest_bytes
             ways = [replace(way, sent={**way.sent, **found[way.collective]}) for way in ways]
@@ -144,7 +118,9 @@ class StepPricer:
         prices = []
         for count in self._micro_batch_counts:
             setting = Setting(count, lookahead=True)
-            local = self._local(totals, count, num_modules, num_packs, by_host)
+            local = exchange_times(totals, costs, num_modules, num_packs, count)
+            for each in exchanges:
+                local = each.with_own_work(local, costs)
             times = self._times(totals, ways, local, count, first_used)
             last = backward_order(setting, forwards_first)[-1]
             self._add_stock(times, stock, last)
@@ -175,47 +151,10 @@ class StepPricer:
         latency_ms = min(ms, self.curves.ms(collective, 0, self.world_size))
         return Message(ms, min(1.0, core_ms / ms) if ms > 0 else 0.0, latency_ms)
 
-    def _ways(
-        self, direct: HotColdTotals, num_packs: int, uneven_bags: float, by_host: ByHost | None
-    ) -> list[_Way]:
-        """Lists what a rank sends directly, or by host on both levels."""
-        carried: list[tuple[str, str, HotColdTotals, Mapping[str, float]]] = []
-        if direct.features:
-            sent = exchange_bytes(direct, self.world_size, num_packs)
-            # bytes of the busiest rank over the mean: rows are even, only bags are not
-            elements = max(1e-9, direct.cold_elements + direct.bag_elements)
-            uneven = 1 + (uneven_bags - 1) * direct.bag_elements / elements
-            sent |= {name: sent[name] * uneven for name in ("ids", "rows", "gradients")}
-            carried.append(("row_exchange", "all_reduce", direct, sent))
-        if by_host is not None:
-            levels = level_bytes(by_host, self.world_size)
-            rows_of = {"inside": by_host.totals, "across": by_host.crossing}
-            carried += [(level, level, rows_of[level], levels[level]) for level in LEVELS]
-        return [
-            _Way(collective, sums, totals, {**sent, "mask": totals.cold * _MASK_BYTES})
-            for collective, sums, totals, sent in carried
-        ]
-
-    def _local(
-        self,
-        totals: HotColdTotals,
-        num_parts: int,
-        num_modules: int,
-        num_packs: int,
-        by_host: ByHost | None,
-    ) -> ExchangeTimes:
-        """Predicts the local work of a step, by host with that of relays."""
-        costs = self.curves.local
-        if by_host is None:
-            return exchange_times(totals, costs, num_modules, num_packs, num_parts)
-        num_packs += by_host.num_packs
-        times = exchange_times(totals, costs, num_modules, num_packs, num_parts)
-        return with_relays(times, by_host, costs)
-
     def _times(
         self,
         totals: HotColdTotals,
-        ways: Sequence[_Way],
+        ways: Sequence[Way],
         local: ExchangeTimes,
         num_parts: int,
         first_used: Sequence[float] | None,
@@ -291,6 +230,15 @@ class StepPricer:
                 times[key] = replace(op, compute_ms=op.compute_ms + compute_ms)
         backward = "backward", last_backward
         times[backward] = replace(times[backward], last=self._dense_sum)
+
+
+def _busiest(way: Way, uneven_bags: float) -> Way:
+    """Returns what the busiest rank sends, the dirty mask too: rows are even, bags are not."""
+    elements = max(1e-9, way.totals.cold_elements + way.totals.bag_elements)
+    uneven = 1 + (uneven_bags - 1) * way.totals.bag_elements / elements
+    uneven_sent = {name: way.sent[name] * uneven for name in ("ids", "rows", "gradients")}
+    mask = way.totals.cold * _MASK_BYTES
+    return replace(way, sent={**way.sent, **uneven_sent, "mask": mask})
 
 
 def _longer(price: StepPrice, added_ms: float) -> StepPrice:

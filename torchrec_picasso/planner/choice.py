@@ -16,18 +16,14 @@ Shape letters: G groups of rows with equal lookup counts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
-from torchrec_picasso.cost.hot_cold import (
-    ByHost,
-    HotColdTotals,
-    exchange_bytes,
-    level_bytes,
-)
+from torchrec_picasso.cost.forms import EXCHANGES
+from torchrec_picasso.cost.hot_cold import Exchange, HotColdTotals, exchange_bytes
 from torchrec_picasso.cost.local import LocalCosts
 from torchrec_picasso.cost.schedule_time import StepPrice
 from torchrec_picasso.cost.step_price import StepPricer
@@ -39,20 +35,18 @@ from torchrec_picasso.cost.stock import (
     stock_cost,
 )
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
-from torchrec_picasso.placement import Form, HotColdParams, owner_pooled_waves, pack_key
+from torchrec_picasso.placement import FORMS, Form, HotColdParams, owner_pooled_waves, pack_key
 from torchrec_picasso.storage.exactness import Refusal
 
 Forms = Mapping[int, Form]
 """Exchange of each hot/cold table by position; the other tables are stock."""
 
+_ONLY_ROWS: Mapping[Form, str] = dict.fromkeys(list(EXCHANGES)[1:], "it was not considered")
+
 _SIMPLER_MARGIN, _ONCE_MARGIN = 0.03, 0.3
 """A hot/cold plan is chosen only if its predicted step is shorter than stock's by these shares of
 the step and of what any step with hot/cold tables costs once, which differs by as much from one
 calibration to the next and decides small steps (``benchmarks.small_steps``)."""
-_HOSTS_MARGIN = 0.07
-"""The same for rows by host and the best other hot/cold plan. On two hosts of two ranks they were
-predicted to take 0.95 to 1.1 of flat rows and took 1.15; on two of four 0.81 to 0.86, and took 0.85
-to 0.94."""
 _TYPE_MARGIN = 0.05
 """Stock tables have the same sharding type unless this share of the step is gained without it."""
 _FORMS_MARGIN = 0.18
@@ -80,17 +74,18 @@ class TableInfo:
     load: TableLoad
     not_hot_cold: Refusal | None = None  # reason why the table cannot be hot/cold; None = it can
     no_hot_rows: Refusal | None = None  # reason why it cannot have hot rows; None = it can
-    no_bags: str | None = "owner-pooling was not considered"  # the same for owner-pooling
-    no_hosts: str | None = "rows by host were not considered"  # the same for rows by host
+    no_form: Mapping[Form, str] = field(default_factory=lambda: _ONLY_ROWS)
+    """Reasons why it cannot have other forms than rows, by form."""
     required: HotColdParams | None = None  # placement in the user's constraints
     stock_types: tuple[str, ...] = ("table_wise", "row_wise")  # allowed ones
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """Allowed exchanges, if the table is hot/cold; by host go whole modules or none."""
+        """Allowed exchanges of the table alone, if it is hot/cold."""
         if self.required is not None:
             return (self.required.form,)
-        return ("rows", "bags") if self.no_bags is None else ("rows",)
+        alone = (form for form in EXCHANGES if not FORMS[form].by_module)
+        return tuple(form for form in alone if form not in self.no_form)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +132,9 @@ def choose(
         chosen = _price(model, {i: tables[i].forms[0] for i in given_hot}, given_hot)
     else:
         by_name = _plans(tables, works)
-        if by_host := _by_host(model, by_name["rows"]):
-            by_name["node_rows"] = by_host
+        for form in _module_forms():
+            if in_modules := _in_modules(model, by_name["rows"], form):
+                by_name[form] = in_modules
         plans = _price_all(model, by_name)
         priced_ms = {name: plan.step.step_ms for name, plan in plans.items()}
         name = _fastest(plans, pricer)
@@ -189,7 +185,8 @@ def _with_hot_rows(
     """Prices a plan with several budgets of hot rows; returns the best, if it gains enough."""
     tables, works, pricer = model
     found = without
-    rows = [i for i, form in forms.items() if form != "bags" and tables[i].no_hot_rows is None]
+    rows = [i for i, form in forms.items() if tables[i].no_hot_rows is None]
+    rows = [i for i in rows if not FORMS[forms[i]].sends_bags]
     for chance in _HOT_CHANCES if pricer.world_size > 1 and rows else ():
         num_hot = _frequent_rows(works, rows, chance, budget_bytes)
         plan = price_plan(works, forms, num_hot, dict(enumerate(found.stock_types)), pricer)
@@ -204,7 +201,8 @@ def _fastest(plans: Mapping[str, PricedPlan], pricer: StepPricer) -> str:
     """Names the fastest plan: each must beat those with fewer mechanisms by its margin."""
     steps = {name: plan.step for name, plan in plans.items()}
     name = "rows" if steps["rows"].step_ms <= steps["bags"].step_ms else "bags"
-    for other, margin in (("mixed", _FORMS_MARGIN), ("node_rows", _HOSTS_MARGIN)):
+    by_module = [(form, EXCHANGES[form].margin) for form in _module_forms()]
+    for other, margin in [("mixed", _FORMS_MARGIN), *by_module]:
         if other in steps and steps[other].step_ms <= steps[name].step_ms * (1 - margin):
             name = other
     return name if _beats_stock(steps[name], steps["stock"], pricer) else "stock"
@@ -217,19 +215,26 @@ def _beats_stock(step: StepPrice, stock: StepPrice, pricer: StepPricer) -> bool:
     return step.step_ms <= stock.step_ms - margin_ms
 
 
-def _by_host(model: _PricedModel, forms: Forms) -> Forms | None:
-    """Returns row-exchanged tables by host, in each module where that shortens the predicted step,
-    and in one at least; ``None`` = no module allows it."""
+def _module_forms() -> list[Form]:
+    """Lists the forms of whole modules."""
+    return [form for form in EXCHANGES if FORMS[form].by_module]
+
+
+def _in_modules(model: _PricedModel, forms: Forms, other: Form) -> Forms | None:
+    """Returns tables with another form in each module where that shortens the predicted step, and
+    in one at least; ``None`` = no module allows it."""
     modules: dict[str, list[int]] = {}
     for i in forms:
         modules.setdefault(model.works[i].load.module, []).append(i)
-    able = [its for its in modules.values() if all(model.tables[i].no_hosts is None for i in its)]
-    found: dict[int, Form] = {**forms, **dict.fromkeys(chain.from_iterable(able), "node_rows")}
+    able = [
+        its for its in modules.values() if all(other not in model.tables[i].no_form for i in its)
+    ]
+    found: dict[int, Form] = {**forms, **dict.fromkeys(chain.from_iterable(able), other)}
     for its in able:
-        direct = {**found, **{i: forms[i] for i in its}}
-        if direct != forms:  # another module goes by host
-            ms, host_ms = (_price(model, plan, {}).step.step_ms for plan in (direct, found))
-            found = direct if ms <= host_ms else found
+        without = {**found, **{i: forms[i] for i in its}}
+        if without != forms:  # another module has the form
+            ms, other_ms = (_price(model, plan, {}).step.step_ms for plan in (without, found))
+            found = without if ms <= other_ms else found
     return found if able else None
 
 
@@ -249,39 +254,35 @@ def price_plan(
         num_modules = len({work.load.module for work in alike})
         stock = stock.plus(stock_cost(kind, alike, curves, world_size, num_modules))
 
-    def totals_of(tables: Iterable[int]) -> HotColdTotals:
-        own = ((works[i], num_hot.get(i, 0), forms[i]) for i in tables)
-        return HotColdTotals.sum(HotColdTotals.from_table(*each) for each in own)
-
     def num_packs(tables: Iterable[int]) -> int:
         loads = {i: works[i].load for i in tables}
         return len({pack_key(forms[i], 0, x.dim, x.element_bytes) for i, x in loads.items()})
 
-    bags = [i for i in sorted(forms) if forms[i] == "bags"]
-    # requested rows by host are priced as sent directly by curves that are not of several hosts
-    hosts = [i for i in sorted(forms) if forms[i] == "node_rows" and pricer.prices_hosts]
-    direct = [i for i in sorted(forms) if i not in hosts]
-    totals, by_host, sent = totals_of(direct), None, [stock.sent_bytes]
-    if direct:
-        sent.append(exchange_bytes(totals, world_size, num_packs(direct)))
-    if hosts:
-        places = curves.ranks_per_host
-        by_host = ByHost(totals=totals_of(hosts), num_packs=num_packs(hosts), ranks_per_host=places)
-        sent += level_bytes(by_host, world_size).values()
+    bags = [i for i in sorted(forms) if FORMS[forms[i]].sends_bags]
+    tables_of: dict[type[Exchange], list[int]] = {}
+    for i in sorted(forms):
+        own = EXCHANGES[forms[i]]
+        # a requested form without a price is priced as rows that are sent directly
+        tables_of.setdefault(own if own.has_price(curves, world_size) else Exchange, []).append(i)
+    exchanges = [
+        own.from_tables([(works[i], num_hot.get(i, 0), forms[i]) for i in its], num_packs(its))
+        for own, its in tables_of.items()
+    ]
+    sent = [way.sent for each in exchanges for way in each.ways(world_size)]
     return PricedPlan(
         forms=tuple(forms.get(i) for i in positions),
         num_hot=tuple(num_hot.get(i, 0) for i in positions),
         stock_types=kinds,
         step=pricer.price(
-            totals,
+            exchanges,
             stock,
             num_modules=len({works[i].load.module for i in forms}),
-            num_packs=num_packs(direct),
-            by_host=by_host,
             uneven_bags=max_over_mean("table_wise", [works[i].load for i in bags], world_size),
             num_bag_waves=len(owner_pooled_waves(num_packs(bags))) or 1,
         ),
-        sent_bytes=StockCost.sum(StockCost(sent_bytes=each) for each in sent).sent_bytes,
+        sent_bytes=StockCost.sum(
+            StockCost(sent_bytes=each) for each in [stock.sent_bytes, *sent]
+        ).sent_bytes,
     )
 
 
@@ -301,7 +302,7 @@ def _stock_plans(model: _PricedModel, forms: Forms) -> list[dict[int, str | None
 
 
 def _plans(tables: Sequence[TableInfo], works: Sequence[TableWork]) -> dict[str, Forms]:
-    """Returns the plans to price by name, but for that of rows by host."""
+    """Returns the plans to price by name, but for those of forms of whole modules."""
     able = {i: table.forms for i, table in enumerate(tables) if table.not_hot_cold is None}
 
     def fewer_bytes(work: TableWork, forms: Sequence[Form]) -> Form:

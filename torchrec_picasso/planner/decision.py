@@ -21,7 +21,7 @@ from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency import FrequencyStats, select_hot_rows
-from torchrec_picasso.placement import HotColdParams, pack_key
+from torchrec_picasso.placement import FORMS, HotColdParams, pack_key
 from torchrec_picasso.planner.choice import Choice, TableInfo, choose
 from torchrec_picasso.planner.home_blocks import HomeBlocks, RowLoads, balance_homes, even_blocks
 from torchrec_picasso.schedule.setting_choice import pieces_for
@@ -85,7 +85,7 @@ def decide(
         names = enumerate(table.load.name for table in tables)
         given = {i: hot_sets[name].numel() for i, name in names if name in hot_sets}
         choice = choose(tables, pricer, given_hot=given)
-    in_rows = [i for i, form in enumerate(choice.forms) if form not in (None, "bags")]
+    in_rows = [i for i, form in enumerate(choice.forms) if form and not FORMS[form].sends_bags]
     homes = None
     block_rows: dict[int, tuple[int, ...]] = {}
     home_lookups: dict[int, tuple[float, ...]] = {}

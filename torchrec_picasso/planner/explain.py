@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchrec_picasso.cost.hot_cold import home_row_bytes, hot_cold_memory_bytes, id_bytes
+from torchrec_picasso.cost.forms import EXCHANGES, home_row_bytes, hot_cold_memory_bytes
+from torchrec_picasso.cost.hot_cold import id_bytes
 from torchrec_picasso.cost.stock import max_over_mean, over_mean, served_lookups
+from torchrec_picasso.placement import FORMS
 from torchrec_picasso.planner.decision import Decision
 
 if TYPE_CHECKING:
@@ -85,7 +87,7 @@ def _ranks(decision: Decision, memory: Mapping[str, float]) -> list[dict[str, fl
     world_size, homes = decision.world_size, decision.homes
     each = zip(decision.works, decision.num_hot, decision.forms)
     works = [(i, work, num_hot, form) for i, (work, num_hot, form) in enumerate(each) if form]
-    in_rows = [(work, num_hot) for _, work, num_hot, form in works if form != "bags"]
+    in_rows = [(work, num_hot) for _, work, num_hot, form in works if not FORMS[form].sends_bags]
     cold = [(work.load, work.split(num_hot).cold_used) for work, num_hot in in_rows]
     even = sum(rows * load.dim for load, rows in cold)
     load_W = homes.load_W if homes is not None else (even / world_size,) * world_size
@@ -184,7 +186,7 @@ def _why(decision: Decision, index: int) -> str:
         return f"stock {kind}: {reason}"
     split = work.split(num_hot)
     rows = f"{split.cold_used:,.0f} distinct rows are sent for {work.load.lookups:,.0f} lookups"
-    if form == "bags":
+    if FORMS[form].sends_bags:
         why = (
             f"hot/cold, owner-pooled: {work.load.bags:,.0f} pooled vectors are sent instead of "
             f"{work.unique:,.0f} distinct rows"
@@ -196,25 +198,22 @@ def _why(decision: Decision, index: int) -> str:
         if table.no_hot_rows is not None:
             reason = table.no_hot_rows.what
         why = f"hot/cold without replicas: {rows}; {reason}"
-    if form != "bags":
-        why += _by_host(decision, index)
+    if not FORMS[form].sends_bags:
+        why += _way(decision, index)
     return why if table.stock_types else f"{why}; no stock type is allowed"
 
 
-def _by_host(decision: Decision, index: int) -> str:
-    """Compares rows sent directly and by host, if the plan could have either."""
-    if "node_rows" not in decision.priced_ms:
+def _way(decision: Decision, index: int) -> str:
+    """Compares the ways in which rows of a table could be sent, if the plan had several."""
+    priced_ms, own = decision.priced_ms, decision.forms[index]
+    forms = [name for name in EXCHANGES if name in priced_ms and not FORMS[name].sends_bags]
+    if own is None or len(forms) < 2:
         return ""
-    work, places = decision.works[index], decision.curves.ranks_per_host
-    ms, host_ms = (decision.priced_ms[name] for name in ("rows", "node_rows"))
-    if decision.forms[index] != "node_rows":
-        return f"; sent directly: a step is predicted to take {ms:.1f} ms, {host_ms:.1f} by host"
-    split = work.split(decision.num_hot[index])
+    others = [f"{priced_ms[name]:.1f} {EXCHANGES[name].way}" for name in forms if name != own]
+    saved = EXCHANGES[own].describe(decision.works[index], decision.num_hot[index])
     return (
-        f"; sent by host: {split.cold_on_host / places:,.0f} rows are sent instead of "
-        f"{split.cold_used:,.0f} between hosts, a step is predicted to take {host_ms:.1f} ms, "
-        f"{ms:.1f} directly"
-    )
+        f"; sent {EXCHANGES[own].way}: {saved}a step is predicted to take {priced_ms[own]:.1f} ms, "
+    ) + ", ".join(others)
 
 
 def _comparison(decision: Decision) -> str:

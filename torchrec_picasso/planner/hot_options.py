@@ -19,11 +19,11 @@ from torchrec.distributed.planner.types import Perf, ShardingOption, Storage, To
 from torchrec.distributed.types import CacheParams
 
 from torchrec_picasso._torchrec import optimizer_multiplier
-from torchrec_picasso.cost.hot_cold import beside_home_row_bytes
+from torchrec_picasso.cost.forms import beside_home_row_bytes
 from torchrec_picasso.cost.stock import StockCost
 from torchrec_picasso.cost.table_work import HOT_ROW_BYTES
 from torchrec_picasso.errors import PlanError
-from torchrec_picasso.placement import SHARDING_TYPE_OF, Form, HotColdParams
+from torchrec_picasso.placement import FORMS, Form, HotColdParams
 from torchrec_picasso.planner.home_blocks import filled_blocks
 from torchrec_picasso.storage.exactness import HOT_COLD_KERNELS
 
@@ -36,7 +36,7 @@ _RESERVED_SHARE = 0.15
 
 def offered_options(options: Sequence[ShardingOption], form: Form) -> list[ShardingOption]:
     """Selects the options of a table that can hold its rows with a hot/cold exchange."""
-    placed = [option for option in options if option.sharding_type == SHARDING_TYPE_OF[form]]
+    placed = [option for option in options if option.sharding_type == FORMS[form].sharding_type]
     return [option for option in placed if option.compute_kernel in HOT_COLD_KERNELS]
 
 

@@ -14,7 +14,7 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from torchrec_picasso.errors import PlanError
-from torchrec_picasso.placement import SHARDING_TYPE_OF
+from torchrec_picasso.placement import FORMS, Form
 from torchrec_picasso.planner.choice import TableInfo
 from torchrec_picasso.planner.hot_options import TablePath
 from torchrec_picasso.planner.table_info import NOT_OFFERED
@@ -55,7 +55,7 @@ def check_request(
         )
     for key, table_info in tables.items():
         _check_table(options_by_path[key], table_info, hot_rows)
-    _check_hosts(tables, hot_rows)
+    _check_modules(tables, hot_rows)
     if isinstance(hot_rows, Integral):
         _check_total(options_by_path, tables, int(hot_rows))
 
@@ -101,22 +101,24 @@ def _check_table(
         )
 
 
-def _check_hosts(
+def _check_modules(
     tables: Mapping[TablePath, TableInfo], hot_rows: int | Mapping[str, int] | None
 ) -> None:
-    """Refuses rows by host of one table and another exchange for a table of the same module."""
-    by_host: dict[str, str] = {}
-    direct: dict[str, str] = {}
+    """Refuses a form of whole modules for one table and another for a table of its module."""
+    names: dict[str, dict[Form, str]] = {}
     for (path, name), table in tables.items():
         may_be = not isinstance(hot_rows, Mapping) or name in hot_rows
         if table.not_hot_cold is None and (may_be or table.required is not None):
-            (by_host if "node_rows" in table.forms else direct)[path] = name
-    for path in by_host.keys() & direct.keys():
-        raise PlanError(
-            f"the constraints of table {by_host[path]!r} request form='node_rows', those of table "
-            f"{direct[path]!r} of the same module do not; request it of all hot/cold tables of a "
-            "module, or of none"
-        )
+            names.setdefault(path, {})[table.forms[0]] = name
+    for own in names.values():
+        form = next((form for form in own if FORMS[form].by_module), None)
+        other = next((name for other, name in own.items() if other != form), None)
+        if form is not None and other is not None:
+            raise PlanError(
+                f"the constraints of table {own[form]!r} request {form=}, those of table {other!r} "
+                "of the same module do not; request it of all hot/cold tables of a module, or of "
+                "none"
+            )
 
 
 def _check_total(
@@ -148,7 +150,7 @@ def _check_offered(options: Sequence[ShardingOption], table: TableInfo) -> None:
     """Refuses a table without a hot/cold option, and lists its options."""
     if table.not_hot_cold is not NOT_OFFERED:
         return
-    sharding_type = SHARDING_TYPE_OF[table.forms[0]]
+    sharding_type = FORMS[table.forms[0]].sharding_type
     offered = sorted({(option.sharding_type, option.compute_kernel) for option in options})
     raise PlanError(
         f"table {table.load.name!r} was chosen to be hot/cold, which needs {sharding_type} "

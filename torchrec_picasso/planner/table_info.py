@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner.types import ShardingOption, Topology
-from torchrec.distributed.types import CommOp, ModuleSharder, ParameterSharding, ShardingType
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingType
 from torchrec.distributed.utils import (
     add_params_from_parameter_sharding,
     convert_to_fbgemm_types,
@@ -27,10 +27,10 @@ from torchrec_picasso._torchrec import optimizer_multiplier
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.cost.table_work import TableLoad
-from torchrec_picasso.exchange import by_host
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.frequency.collect import table_configs
-from torchrec_picasso.placement import Form, HotColdParams
+from torchrec_picasso.placement import FORMS, Form, HotColdParams
+from torchrec_picasso.planner import by_host
 from torchrec_picasso.planner.choice import TableInfo
 from torchrec_picasso.planner.hot_options import offered_options, optimizer_class
 from torchrec_picasso.storage.exactness import (
@@ -73,9 +73,17 @@ def table_info(
     params = _fused_params(first, getattr(sharder, "fused_params", None))
     required = first.cache_params if isinstance(first.cache_params, HotColdParams) else None
     form: Form = required.form if required is not None else "rows"
-    no_hosts = _why_no_hosts(sharder, curves, topology)
-    no_form = {"bags": _why_no_bags(options), "node_rows": no_hosts}.get(form)
-    not_hot_cold = _why_not_hot_cold(options, config, params, form, no_form, device_type)
+    # reasons why a form cannot be had; then why it is not chosen
+    reasons: dict[Form, str | None] = {
+        "bags": _why_no_bags(options),
+        "node_rows": by_host.why_not(sharder, curves, topology),
+    }
+    not_hot_cold = _why_not_hot_cold(options, config, params, form, reasons.get(form), device_type)
+    reasons["node_rows"] = reasons["node_rows"] or by_host.why_not_unasked(
+        curves, topology, no_launched_hosts
+    )
+    if required is not None:
+        reasons = dict.fromkeys(reasons, f"{form=} was requested")
     no_hot_rows, is_only_hot_cold = None, required is not None
     if not isinstance(params, Refusal):
         no_hot_rows = why_no_hot_rows(params, data_type=config.data_type)
@@ -84,11 +92,8 @@ def table_info(
     return TableInfo(
         load=_load(options, config, stats, batch_size),
         not_hot_cold=not_hot_cold,
-        no_hot_rows=_NO_REPLICAS if form == "bags" else no_hot_rows,
-        no_bags=_why_no_bags(options),
-        no_hosts=no_hosts or no_launched_hosts or _why_no_levels(curves, topology)
-        if required is None
-        else f"{form=} was requested",
+        no_hot_rows=_NO_REPLICAS if FORMS[form].sends_bags else no_hot_rows,
+        no_form={name: reason for name, reason in reasons.items() if reason},
         required=required,
         stock_types=() if is_only_hot_cold else _stock_types(options, constrained_types),
     )
@@ -188,41 +193,6 @@ def _why_no_bags(options: Sequence[ShardingOption]) -> str | None:
     if not offered_options(options, "bags"):
         return "its sharder or its constraints do not allow table_wise with kernel fused"
     return None
-
-
-def _why_no_hosts(
-    sharder: ModuleSharder[nn.Module], curves: CommCurves, topology: Topology
-) -> str | None:
-    """Returns the reason why a sharder's rows cannot travel by host; ``None`` = they can."""
-    codecs = sharder.qcomm_codecs_registry or {}
-    if codecs.get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name) is not None:
-        return "its sharder has a codec for rows"
-    if topology.compute_device != "cpu":
-        return "rows by host are built and tested for the CPU with gloo"
-    places = _ranks_per_host(curves, topology)
-    reason = by_host.why_no_hosts([(places, r % places) for r in range(topology.world_size)])
-    return reason and f"{reason}, by LOCAL_WORLD_SIZE or the topology's local_world_size"
-
-
-def _why_no_levels(curves: CommCurves, topology: Topology) -> str | None:
-    """Returns the reason why rows by host have no price; ``None`` = they have one."""
-    if not curves.has_levels:
-        return "the curves have no times inside and across hosts"
-    places = curves.ranks_per_host
-    if topology.local_world_size in (places, topology.world_size) and places == _ranks_per_host(
-        curves, topology
-    ):
-        return None
-    return f"the curves are of {places} ranks per host, unlike the topology or this launch"
-
-
-def _ranks_per_host(curves: CommCurves, topology: Topology) -> int:
-    """Returns the ranks of each host: those of this launch, else of the topology, else of the
-    curves, since a topology of one host, TorchRec's default, says nothing of hosts."""
-    if (launched := by_host.launched_place()[0]) >= 0:
-        return max(1, launched)
-    planned = topology.local_world_size
-    return curves.ranks_per_host if planned == topology.world_size else planned
 
 
 def _stock_types(

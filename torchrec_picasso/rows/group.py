@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.exchange.all_to_all import Ranks
 from torchrec_picasso.ops.ids import PackedTable
 from torchrec_picasso.ops.pack_plan import PackPlan
-from torchrec_picasso.placement import SHARDING_TYPE_OF
+from torchrec_picasso.placement import FORMS
 from torchrec_picasso.rows.node_route import NodeRoute
 from torchrec_picasso.rows.pooled_route import PooledRoute
 from torchrec_picasso.rows.route import Route
@@ -34,7 +34,7 @@ ROUTES: Mapping[str, type[Route]] = {
     route.name: route for route in (RowRoute, PooledRoute, NodeRoute)
 }
 """Routes by name; a group's packs, and the features of a batch, are in this order."""
-assert [*ROUTES] == [*SHARDING_TYPE_OF], "packs of a module are sorted by the other mapping"
+assert [*ROUTES] == [*FORMS], "packs of a module are sorted by the other mapping"
 
 _SLACK = 1.125
 """Capacity factor of a buffer, since the next batch may have some more rows."""

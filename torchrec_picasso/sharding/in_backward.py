@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torchrec.distributed.embedding_types import BaseEmbeddingLookup, GroupedEmbeddingConfig
-from torchrec.distributed.types import Awaitable, ShardingType
+from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso._torchrec import (
@@ -34,7 +34,7 @@ from torchrec_picasso.batches.members import made_like
 from torchrec_picasso.errors import CompatError, PicassoError
 from torchrec_picasso.exchange.agreement import Agreement, Flags
 from torchrec_picasso.ops.streams import tensors_in
-from torchrec_picasso.placement import SHARDING_TYPE_OF
+from torchrec_picasso.placement import FORMS
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows, MicroBatchRows
 from torchrec_picasso.rows.group import RowGroup
@@ -129,8 +129,7 @@ class _HotColdLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]):
         self._group = group
         self._graph_task = -1  # the autograd engine's id of the backward that sends gradients
         self._sent: list[BatchGradients] = []
-        table_wise = ShardingType.TABLE_WISE.value
-        owned = {t.name for t in group.tables if SHARDING_TYPE_OF[t.route] == table_wise}
+        owned = {t.name for t in group.tables if FORMS[t.route].sends_bags}
         tables_P = [config.embedding_tables for config in configs]
         saved_P = [[t for t in ts if t.local_rows or t.name not in owned] for ts in tables_P]
         # Kernels are numbered by this list, not by pack.

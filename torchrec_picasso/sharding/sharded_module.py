@@ -25,7 +25,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_picasso._torchrec import EmbeddingShardingContext, EmbeddingShardingInfo
 from torchrec_picasso.errors import PlanError
-from torchrec_picasso.placement import SHARDING_TYPE_OF, HotColdParams
+from torchrec_picasso.placement import FORMS, HotColdParams
 from torchrec_picasso.rows.batch_rows import MicroBatchRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.refresh_policy import Refresh
@@ -188,7 +188,7 @@ def is_hot_cold(info: EmbeddingShardingInfo) -> bool:
     if not isinstance(sharding.cache_params, HotColdParams):
         return False
     form = sharding.cache_params.form
-    expected = SHARDING_TYPE_OF[form]
+    expected = FORMS[form].sharding_type
     if sharding.sharding_type != expected:
         raise PlanError(
             f"table {info.embedding_config.name!r} carries HotColdParams(form={form!r}) but is "

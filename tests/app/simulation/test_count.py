@@ -113,9 +113,9 @@ def test_rows_travel_once_for_each_rank_or_host() -> None:
         for t, row in set(asked):
             home = _home(t, row)
             travel(across, 2 * host + home % 2, home, t, asked.count((t, row)))
-    _bytes(flat, cluster.wires["rows"]["row_exchange"])
-    _bytes(inside, cluster.wires["node_rows"]["inside"], 0.0)
-    _bytes(across, cluster.wires["node_rows"]["across"], 2.0)
+    _bytes(flat, cluster.rows["rows"].levels["row_exchange"].wire)
+    _bytes(inside, cluster.rows["node_rows"].levels["inside"].wire, 0.0)
+    _bytes(across, cluster.rows["node_rows"].levels["across"].wire, 2.0)
     assert across["rows"].sum() < flat["rows"][:2, 2:].sum() + flat["rows"][2:, :2].sum()
 
 
@@ -186,7 +186,7 @@ def test_smaller_clusters_have_the_first_ranks() -> None:
     count_step(stream, [pair, Cluster(stream, 2, 2, BLOCKS)])
     alone = Cluster(stream, 2, 1, [[20, 20], [5, 4], [4, 3]])
     count_step(stream, [alone])
-    wires = (each.wires["rows"]["row_exchange"] for each in (pair, alone))
+    wires = (each.rows["rows"].levels["row_exchange"].wire for each in (pair, alone))
     assert len({str(wire.sent_bytes()) for wire in wires}) == 1
     assert all((pair.sums_T[name] == alone.sums_T[name]).all() for name in alone.sums_T)
 

@@ -70,7 +70,7 @@ def test_ranks_of_a_host_share_its_link() -> None:
 @pytest.mark.parametrize(("num_places", "bags"), [(1, BATCH), (2, BATCH), (2, BATCH // 10)])
 def test_uniform_ids_have_the_planners_price(num_places: int, bags: int) -> None:
     stream, cluster = _cluster(4, num_places, bags)
-    size, forms = cluster.world_size, list(cluster.wires)
+    size, forms = cluster.world_size, list(cluster.rows)
     dense, first_used = DenseTimes.from_total(30.0, 1e6), count_step(stream, [cluster]).tolist()
     pricing = Pricing(
         stream=stream, first_used=first_used, curves=LINK, dense=dense, micro_batch_counts=[1, 4]

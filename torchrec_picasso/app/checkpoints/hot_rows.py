@@ -17,7 +17,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from torchrec_picasso.app.checkpoints.folder import write_synced
 from torchrec_picasso.errors import PicassoError
-from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.placement import FORMS, HotColdParams
 from torchrec_picasso.rows.hot_rows import SavedUses
 
 _HOT_ROWS, _USES = "hot_rows.pt", "uses.pt"
@@ -95,7 +95,8 @@ def adopt_hot_rows(plan: ShardingPlan, hot_rows: Mapping[str, Tensor]) -> bool:
         name: sharding
         for module_plan in plan.plan.values()
         for name, sharding in dict(module_plan).items()
-        if isinstance(sharding.cache_params, HotColdParams) and sharding.cache_params.form != "bags"
+        if isinstance(params := sharding.cache_params, HotColdParams)
+        and not FORMS[params.form].sends_bags
     }
     planned = sum(sharding.cache_params.num_hot_rows for sharding in sharding_of_table.values())
     if not hot_rows.keys() <= sharding_of_table.keys() or planned != sum(

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_picasso.app.simulation.ids import Ids, ReadBatch
+from torchrec_picasso.app.simulation.row_traffic import TRAFFIC
 from torchrec_picasso.app.simulation.stock_traffic import STOCK_TYPES, StockTraffic
 from torchrec_picasso.app.simulation.wire import Amounts, Wire
 from torchrec_picasso.cost.table_work import TableLoad
-from torchrec_picasso.exchange.agreement import Flags
 from torchrec_picasso.ops.ids import parts_to_unite, words_of
 from torchrec_picasso.planner.home_blocks import even_blocks
 
@@ -31,8 +31,7 @@ COUNTED = (*RANK_COUNTED, "dirty", "host", "host_dirty")
 """Also cold rows that any rank's batch before has; distinct cold rows of a host's batches, and
 those of these that any rank's batch before has."""
 
-_ROW_NUMBER_BYTES, _WIRE_BYTES, _WORD_BYTES = 4, 4, 8
-_FLAG_BYTES = _WORD_BYTES * len(Flags())
+_WORD_BYTES = 8
 _NO_RANK = np.iinfo(np.int16).max
 
 
@@ -84,18 +83,15 @@ class Cluster:
     ) -> None:
         self.num_hosts, self.num_places = num_hosts, num_places
         self.world_size = num_hosts * num_places
-        hosts = num_hosts, num_places
-        self.wires = {"rows": {"row_exchange": Wire(*hosts)}}
-        """Traffic of rows by form, then by collective, with one word of header."""
-        if num_hosts > 1 and num_places > 1:
-            # nothing sent inside is on a host's link, and all that its ranks send across
-            levels = {"inside": Wire(*hosts, 0.0), "across": Wire(*hosts, num_places)}
-            self.wires["node_rows"] = levels
         num_hot = sum(map(len, stream.hot_T))
         num_parts = parts_to_unite(num_hot, self.world_size)
-        self._bit_bytes = _WORD_BYTES * words_of(num_hot, num_parts)
-        """Which hot rows are touched: of a part, if ranks unite them in parts."""
-        self._is_shared = int(num_parts > 1)
+        bit_bytes, hosts = _WORD_BYTES * words_of(num_hot, num_parts), (num_hosts, num_places)
+        self.rows = {
+            form: traffic(*hosts, bit_bytes, num_parts > 1)
+            for form, traffic in TRAFFIC.items()
+            if traffic.applies(*hosts)
+        }
+        """Traffic of rows by form."""
         self._dims_T, self._homes = stream.dims, Blocks(block_rows_TW)
         self._equal = Blocks(
             [even_blocks(load.num_embeddings, self.world_size) for load in stream.loads]
@@ -113,12 +109,6 @@ class Cluster:
         """Rows that each home rank serves, once per rank that asks."""
         self._host_rows: list[Ids] = []
         self._asked_W = np.zeros(self.world_size, dtype=np.int64)
-
-    def num_peers(self, form: str) -> int:
-        """Number of ranks that a rank exchanges rows with."""
-        if form == "node_rows":
-            return self.num_places - 1 + self.num_hosts - 1
-        return self.world_size - 1
 
     def _traffic(self, stream: Stream, tables_n: Ids) -> dict[str, StockTraffic]:
         loads, hosts = [stream.loads[t] for t in tables_n], (self.num_hosts, self.num_places)
@@ -151,73 +141,27 @@ class Cluster:
         self.served_W += rows_W
         self._host_rows.append(cold_U)
         self._asked_W += rows_W
-        all_W = np.ones(self.world_size, dtype=np.int64)
-        for wires in self.wires.values():
-            # flags go directly to all ranks in each form; by host they are counted as sent across
-            [*wires.values()][-1].send("flags", rank, all_W * _FLAG_BYTES)
-        direct = self.wires["rows"]["row_exchange"]
-        direct.send("header", rank, all_W * _WORD_BYTES)
-        # own ones, then united ones
-        direct.send("bits", rank, all_W * self._bit_bytes * (1 + self._is_shared))
-        _exchange(direct, rank, rows_W, rows_W, elements_W)
-        if "node_rows" in self.wires:
-            self._add_to_relays(rank, rows_W, elements_W)
+        for each in self.rows.values():
+            each.add(rank, rows_W, elements_W)
         if len(self._host_rows) == self.num_places:
             self._end_host(rank - rank % self.num_places, before_R)
 
-    def _add_to_relays(self, rank: int, rows_W: Amounts, elements_W: Amounts) -> None:
-        """Adds the exchange of a rank with the relays of its host, and its header."""
-        levels, places = self.wires["node_rows"], self.num_places
-        first = rank - rank % places
-        inside_W = (np.arange(self.world_size) // places == rank // places).astype(np.int64)
-        across_W = (np.arange(self.world_size) % places == rank % places).astype(np.int64)
-        for level, peers_W, behind, united in (
-            ("inside", inside_W, self.num_hosts, 1),
-            ("across", across_W, places, places),
-        ):
-            levels[level].send("header", rank, peers_W * _WORD_BYTES * behind)
-            shares = behind + united * self._is_shared
-            levels[level].send("bits", rank, peers_W * self._bit_bytes * shares)
-
-        def by_relay(amounts_W: Amounts) -> Amounts:
-            relays_W = np.zeros_like(amounts_W)
-            relays_W[first : first + places] = amounts_W.reshape(-1, places).sum(0)
-            return relays_W
-
-        relayed_W = by_relay(rows_W)
-        _exchange(levels["inside"], rank, relayed_W, relayed_W, by_relay(elements_W))
-
     def _end_host(self, first: int, before_R: NDArray[np.int16]) -> None:
-        """Adds the exchange of a host's relays, from rank ``first`` on, with home ranks: row
-        numbers as often as ranks asked for them, rows once."""
+        """Adds the distinct rows of a host's ranks, from ``first`` on."""
         # a sort; np.unique hashes, ten times slower for a million rows
         rows_n = np.sort(np.concatenate(self._host_rows))
         once_U = rows_n[np.diff(rows_n, prepend=-1) > 0]
         once_TW = self._homes.count(once_U)
         self.sums_T["host"] += once_TW.sum(1)
         self.sums_T["host_dirty"] += self._count_dirty(once_U, before_R)
-        amounts = self._asked_W, once_TW.sum(0), self._dims_T @ once_TW
-        for place in range(self.num_places) if "node_rows" in self.wires else ():
-            is_own_W = np.arange(self.world_size) % self.num_places == place
-            own = (each_W * is_own_W for each_W in amounts)
-            _exchange(self.wires["node_rows"]["across"], first + place, *own)
+        for each in self.rows.values():
+            each.end_host(first, self._asked_W, once_TW.sum(0), self._dims_T @ once_TW)
         self._host_rows.clear()
         self._asked_W[:] = 0
 
     def _count_dirty(self, cold_U: Ids, before_R: NDArray[np.int16]) -> Amounts:
         """Counts the rows, by table, that a rank of this cluster has in its batch before."""
         return self._homes.count(cold_U[before_R[cold_U] < self.world_size]).sum(1)
-
-
-def _exchange(
-    wire: Wire, rank: int, asked_W: Amounts, rows_W: Amounts, elements_W: Amounts
-) -> None:
-    """Adds one rank's exchange with those that serve it: the row numbers that it asks for, the
-    dirty mask of distinct rows, these rows, and their gradients."""
-    wire.send("ids", rank, asked_W * _ROW_NUMBER_BYTES)
-    wire.fetch("mask", rank, rows_W)
-    wire.fetch("rows", rank, elements_W * _WIRE_BYTES)
-    wire.send("gradients", rank, elements_W * _WIRE_BYTES)
 
 
 def count_step(

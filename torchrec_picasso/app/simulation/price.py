@@ -13,17 +13,12 @@ import numpy as np
 
 from torchrec_picasso.app.simulation.count import Cluster, Stream
 from torchrec_picasso.app.simulation.ids import Ids
+from torchrec_picasso.app.simulation.row_traffic import RowTraffic
 from torchrec_picasso.app.simulation.stock_traffic import STOCK_TYPES, StockTraffic
 from torchrec_picasso.app.simulation.wire import Wire, link_share
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import COLLECTIVES, Curve
-from torchrec_picasso.cost.hot_cold import (
-    HEADER_FLAGS,
-    ByHost,
-    HotColdTotals,
-    exchange_bytes,
-    level_bytes,
-)
+from torchrec_picasso.cost.hot_cold import HEADER_FLAGS, HotColdTotals
 from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.cost.schedule_time import StepPrice
 from torchrec_picasso.cost.step_price import CountedStep, StepPricer, chunk_shares
@@ -72,51 +67,42 @@ class Pricing:
 
     def price(self, cluster: Cluster) -> list[Priced]:
         """Prices the forms of rows, then the stock sharding types, of a counted cluster."""
-        ours = [self._rows(cluster, form, wires) for form, wires in cluster.wires.items()]
+        ours = [self._rows(cluster, form, traffic) for form, traffic in cluster.rows.items()]
         return ours + [self._stock(cluster, name) for name in STOCK_TYPES]
 
-    def _rows(self, cluster: Cluster, form: str, wires: Mapping[str, Wire]) -> Priced:
+    def _rows(self, cluster: Cluster, form: str, traffic: RowTraffic) -> Priced:
         """Prices the pipeline with row-exchanged tables; wires have one word of header."""
-        wires = deepcopy(wires)  # the counts stay as they are
-        loads, size, totals = self.stream.loads, cluster.world_size, self._totals(cluster)
+        levels = deepcopy(traffic.levels)  # the counts stay as they are
+        loads, size = self.stream.loads, cluster.world_size
         num_modules = len({load.module for load in loads})
         num_packs = len({(load.module, load.dim) for load in loads})
-        direct, by_host = totals, None
-        levels = {"row_exchange": exchange_bytes(totals, size, num_packs)}
-        if form == "node_rows":
-            places = cluster.num_places
-            direct = HotColdTotals()
-            by_host = ByHost(totals=totals, num_packs=num_packs, ranks_per_host=places)
-            levels = level_bytes(by_host, size)
-        for name, wire in wires.items():
-            rank_bytes = round(levels[name]["hot"])
-            # a ring over all ranks, one inside each host, or one of each place over hosts
-            on_link = {"row_exchange": cluster.num_hosts > 1, "across": cluster.num_places}
-            wire.even("hot", rank_bytes, rank_bytes * on_link.get(name, 0))
+        exchange = traffic.exchange(self._totals(cluster), self._crossing(cluster), num_packs)
+        for way in exchange.ways(size):
+            level, hot_bytes = levels[way.collective], round(way.sent["hot"])
+            level.wire.even("hot", hot_bytes, hot_bytes * level.hot_on_link)
         curves = curves_of(self.curves, cluster)
 
         def priced(num_parts: int) -> tuple[float, int, StepPrice]:
             num_words, busiest = HEADER_FLAGS + num_packs * num_parts, {}
-            for name, wire in wires.items():
-                found = wire.busiest_bytes(is_duplex=True)
+            for name, level in levels.items():
+                found = level.wire.busiest_bytes(is_duplex=True)
                 busiest[name] = found | {"header": found["header"] * num_words + found["bits"]}
             step = StepPricer(curves, size, self.dense, [num_parts]).price(
-                direct,
-                by_host=by_host,
+                [exchange],
                 num_modules=num_modules,
-                num_packs=0 if by_host else num_packs,
                 counted=CountedStep(busiest_bytes=busiest, first_used=self.first_used),
             )
             return step.step_ms, num_words, step
 
         _, num_words, step = min(map(priced, self.micro_batch_counts))
-        for wire in wires.values():
+        wires = [level.wire for level in levels.values()]
+        for wire in wires:
             wire.multiply("header", num_words)
         # header, row numbers, dirty mask, clean rows; dirty rows and gradients of each chunk; flags
         num_exchanges = 4 + 2 * step.num_micro_batches
-        messages = num_exchanges * cluster.num_peers(form) + size - 1
+        messages = num_exchanges * traffic.num_peers + size - 1
         chunks = chunk_shares(step.num_micro_batches, self.first_used).tolist()
-        return replace(_priced(form, step, [*wires.values()], messages), chunk_shares=chunks)
+        return replace(_priced(form, step, wires, messages), chunk_shares=chunks)
 
     def _stock(self, cluster: Cluster, name: str) -> Priced:
         """Prices ``TrainPipelineSparseDist`` with all tables of one stock sharding type."""
@@ -143,7 +129,6 @@ class Pricing:
 
     def _totals(self, cluster: Cluster) -> HotColdTotals:
         """Returns the counted work of a rank with row-exchanged tables, mean over ranks."""
-        # rows of a host are divided by its ranks too
         loads, dims_T, size = self.stream.loads, self.stream.dims, cluster.world_size
         sums = {name: float(sums_T.sum()) for name, sums_T in cluster.sums_T.items()}
         elements = {name: float(sums_T @ dims_T) for name, sums_T in cluster.sums_T.items()}
@@ -162,9 +147,16 @@ class Pricing:
             touched_elements=elements["new_hot"],
             hot=sum(map(len, self.stream.hot_T)),
             rows=sum(load.num_embeddings for load in loads),
-            crossing=sums["host"] / size,
-            crossing_elements=elements["host"] / size,
-            crossing_dirty_elements=elements["host_dirty"] / size,
+        )
+
+    def _crossing(self, cluster: Cluster) -> HotColdTotals:
+        """Returns the counted rows of a host, divided by its ranks, mean over hosts."""
+        dims_T, size = self.stream.dims, cluster.world_size
+        host_T, dirty_T = cluster.sums_T["host"], cluster.sums_T["host_dirty"]
+        return HotColdTotals(
+            cold=float(host_T.sum()) / size,
+            cold_elements=float(host_T @ dims_T) / size,
+            dirty_elements=float(dirty_T @ dims_T) / size,
         )
 
     def _stock_totals(self, cluster: Cluster, tables_n: Ids, traffic: StockTraffic) -> StockTotals:
