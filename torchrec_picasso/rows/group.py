@@ -1,7 +1,7 @@
 """State that outlives a batch: the routes of some tables, the storages and reused memory.
 
 A further route is a file beside this one and a line in :data:`ROUTES`; for plans it also needs a
-name and a sharding type in ``placement.py``, and a price (docs/architecture.md).
+form in ``placement.py``, and a price (docs/architecture.md).
 
 On the CPU a new matrix of some megabytes is new memory, and the first write to each 4 KiB costs a
 page fault: 20 of 350 ms for the rows and gradients of a Criteo step (three matrices of 22,900 rows

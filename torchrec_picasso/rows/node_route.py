@@ -24,7 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_picasso.exchange.by_host import HostExchanges
+from torchrec_picasso.errors import CompatError
+from torchrec_picasso.exchange.all_to_all import Ranks
+from torchrec_picasso.exchange.by_host import HostExchanges, connect_hosts
 from torchrec_picasso.exchange.packed import Payload
 from torchrec_picasso.ops.ids import IdSpace
 from torchrec_picasso.ops.row_order import (
@@ -50,6 +52,17 @@ class NodeRoute(RowRoute):
 
     name = "node_rows"
     exchanges = HostExchanges
+
+    @classmethod
+    def connect(cls, table: str, ranks: Ranks, device: torch.device | None) -> None:
+        """Makes the groups inside and across hosts."""
+        if ranks.row_codec or ranks.gradient_codec:
+            raise CompatError(
+                f"table {table!r} has form='node_rows', and its module a codec for rows or "
+                "gradients, which two parts of an exchange would apply twice; leave out the codec "
+                "of SEQUENCE_EMBEDDINGS_ALL_TO_ALL, or use form='rows'"
+            )
+        connect_hosts(ranks.pg, device)
 
     def __post_init__(self) -> None:
         exchanges = HostExchanges(self.ranks)

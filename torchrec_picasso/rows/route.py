@@ -58,6 +58,13 @@ class Route(ABC):
         self.space = IdSpace.build(self.tables, self.device)
         self.hot = HotSlots.build(self.tables, self.device)
 
+    @classmethod
+    def connect(cls, table: str, ranks: Ranks, device: torch.device | None) -> None:
+        """Makes the process groups of its exchanges, if it needs any of its own, before a rank can
+        fail alone. Collective. Raises CompatError, with the name of ``table``, where it does not
+        apply."""
+        return
+
     def id_ranges(self) -> Iterator[tuple[PackedTable, int, int]]:
         """Returns each table with its first linear id and the end of its linear ids."""
         bases = table_bases(self.tables)

@@ -30,11 +30,9 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.errors import CompatError, PlanError
 from torchrec_picasso.exchange.all_to_all import Ranks, connect
-from torchrec_picasso.exchange.by_host import connect_hosts
 from torchrec_picasso.ops.ids import PackedTable
-from torchrec_picasso.placement import HotColdParams, pack_key
-from torchrec_picasso.rows.group import RowGroup
-from torchrec_picasso.rows.node_route import NodeRoute
+from torchrec_picasso.placement import FORMS, Form, HotColdParams, pack_key
+from torchrec_picasso.rows.group import ROUTES, RowGroup
 from torchrec_picasso.sharding.in_backward import (
     HotColdPooledLookup,
     HotColdSequenceLookup,
@@ -88,28 +86,20 @@ class HotColdEmbeddingSharding(BaseRwEmbeddingSharding):
         self._ranks = Ranks(self._pg, qcomm_codecs_registry)
         if device is not None and device.type == "cpu":
             connect(self._pg)
-        if any(param.form == NodeRoute.name for param in params.values()):
-            self._connect_hosts(params, device)
+        # the first table of each form
+        self._connect_routes({params[name].form: name for name in reversed(params)}, device)
 
-    def _connect_hosts(
-        self, params: Mapping[str, HotColdParams], device: torch.device | None
-    ) -> None:
-        """Connects this rank for exchanges by host. Collective."""
-        name = next(name for name, param in params.items() if param.form == NodeRoute.name)
-        direct = [name for name, param in params.items() if param.form != NodeRoute.name]
-        if direct:
-            raise CompatError(
-                f"table {name!r} has form='node_rows', table {direct[0]!r} of the same module "
-                f"form={params[direct[0]].form!r}; give all hot/cold tables of a module "
-                "form='node_rows', or none"
-            )
-        if self._ranks.row_codec or self._ranks.gradient_codec:
-            raise CompatError(
-                f"table {name!r} has form='node_rows', and its module a codec for rows or "
-                "gradients, which two parts of an exchange would apply twice; leave out the codec "
-                "of SEQUENCE_EMBEDDINGS_ALL_TO_ALL, or use form='rows'"
-            )
-        connect_hosts(self._pg, device)
+    def _connect_routes(self, tables: Mapping[Form, str], device: torch.device | None) -> None:
+        """Connects this rank for the exchanges of each form, with one of its tables. Collective."""
+        for form, table in tables.items():
+            others = [other for other in tables if other != form]
+            if FORMS[form].by_module and others:
+                raise CompatError(
+                    f"table {table!r} has {form=}, table {tables[others[0]]!r} of the same module "
+                    f"form={others[0]!r}; give all hot/cold tables of a module {form=}, or none"
+                )
+        for form in sorted(tables):
+            ROUTES[form].connect(tables[form], self._ranks, device)
 
     def create_lookup(
         self,
