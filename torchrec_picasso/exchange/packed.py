@@ -22,6 +22,7 @@ from torch import Tensor
 from torchrec_picasso._torchrec import QuantizedCommCodec
 from torchrec_picasso.exchange.all_to_all import Ranks
 from torchrec_picasso.exchange.waiting import Pending, wait_for
+from torchrec_picasso.ops.row_order import ExchangeSplits
 from torchrec_picasso.ops.streams import keep_for_current_stream
 
 
@@ -37,6 +38,21 @@ class Payload(NamedTuple):
     """Contiguous memory for ``(m, D)``, or ``(m,)``, by source rank."""
     received_W: Sequence[int]
     """Rows from each rank, which sum to m."""
+
+
+def by_chunk(
+    sent_P: Sequence[Tensor],
+    sent_by_P: Sequence[ExchangeSplits],
+    received_P: Sequence[Tensor],
+    received_by_P: Sequence[ExchangeSplits],
+) -> list[Payload]:
+    """Splits the vectors of packs into their chunks, a payload each."""
+    payloads: list[Payload] = []
+    for sent, sent_by, received, received_by in zip(sent_P, sent_by_P, received_P, received_by_P):
+        sent_K, received_K = sent.split(sent_by.sizes), received.split(received_by.sizes)
+        chunks = zip(sent_K, sent_by.counts_EW, received_K, received_by.counts_EW)
+        payloads += [Payload(*chunk) for chunk in chunks]
+    return payloads
 
 
 class PackedAllToAll:

@@ -29,6 +29,7 @@ Source: PICASSO (arXiv 2204.04903), Unique&Partition.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -288,28 +289,71 @@ def all_dirty(counts_KW: list[list[int]]) -> ExchangeSplits:
     return ExchangeSplits([[0] * len(counts_KW[0]), *counts_KW])
 
 
-def find_fetch_orders(
-    counts: Sequence[list[list[int]]], dirty_n: Tensor | None, kept: Tensor | None
-) -> tuple[list[ExchangeSplits], Tensor | None, np.ndarray | None]:
-    """Computes the fetch orders of several lists of rows from their dirty mask in request order.
+def by_pack(values_n: Tensor, rows_P: Sequence[ExchangeSplits]) -> tuple[Tensor, ...]:
+    """Splits one value per row of all packs into the packs; views."""
+    if len(rows_P) == 1:
+        return (values_n,)
+    return values_n.split([rows.num_rows for rows in rows_P])
 
-    ``counts`` are numbers of rows by list, chunk and rank. The mask is uint8, 0 or 1, list after
-    list; ``None`` = all rows are dirty. Costs one stable sort of small integers and a host sync on
-    CUDA, in which the int64 numbers ``kept`` come to the host too.
 
-    Returns the split of each list in fetch order, and the position in request order of each row in
-    fetch order, int64, list after list; ``None`` = equal orders; and the numbers ``kept``.
+@dataclass(frozen=True, kw_only=True)
+class FetchOrders:
+    """The packs' rows in fetch order; ``None`` = their request order."""
+
+    wanted_P: Sequence[ExchangeSplits]
+    wanted_order_n: Tensor | None
+    """Position in request order of each wanted row in fetch order, over all packs, int64."""
+    served_P: Sequence[ExchangeSplits]
+    served_order_n: Tensor | None
+    kept: np.ndarray | None
+    """The int64 numbers that came to the host too."""
+
+    @staticmethod
+    def find(
+        wanted_P: Sequence[ExchangeSplits],
+        served_P: Sequence[ExchangeSplits],
+        dirty_n: Tensor | None,
+        kept: Tensor | None,
+    ) -> FetchOrders:
+        """Computes the orders of wanted and of served rows from those of requests.
+
+        ``dirty_n`` marks wanted rows, then served ones, uint8, 0 or 1; ``None`` = all are dirty.
+        Costs one stable sort of small integers and a host sync on CUDA, in which the int64 numbers
+        ``kept`` come to the host too.
+        """
+        counts = [rows.counts_EW for rows in (*wanted_P, *served_P)]
+        num_packs = len(wanted_P)
+        wanted_order_n = served_order_n = None
+        if dirty_n is not None:
+            segment_n, shape = _fetch_segments(np.array(counts), dirty_n)
+            order_n, found = sort_by_segment(segment_n, math.prod(shape))
+            if kept is not None:  # one copy syncs the host
+                found, kept = torch.cat([found, kept]).cpu().split([found.numel(), kept.numel()])
+            by_fetch = [ExchangeSplits(each) for each in found.view(shape).tolist()]
+            # Wanted rows are the first of the order, so served rows count from their number.
+            num_wanted = sum(rows.num_rows for rows in wanted_P)
+            wanted_order_n, served_order_n = order_n[:num_wanted], order_n[num_wanted:] - num_wanted
+        else:
+            by_fetch = [all_dirty(counts_KW) for counts_KW in counts]
+        return FetchOrders(
+            wanted_P=by_fetch[:num_packs],
+            wanted_order_n=wanted_order_n,
+            served_P=by_fetch[num_packs:],
+            served_order_n=served_order_n,
+            kept=None if kept is None else kept.cpu().numpy(),
+        )
+
+
+def _fetch_segments(requested: np.ndarray, dirty_n: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Finds the segment of fetch order (list, exchange, rank) of each row: a dirty row of chunk k
+    belongs to exchange 1 + k, a clean row of any chunk to 0.
+
+    ``requested`` are numbers of rows in segments of request order (list, chunk, rank). Returns the
+    segments, and their numbers of lists, exchanges and ranks.
     """
-    if dirty_n is None:
-        on_host = None if kept is None else kept.cpu().numpy()
-        return [all_dirty(counts_KW) for counts_KW in counts], None, on_host
-    # From segments of request order (list, chunk, rank) to those of fetch order (list, exchange,
-    # rank): a dirty row of chunk k belongs to exchange 1 + k, a clean row of any chunk to 0.
-    requested = np.array(counts)
     num_lists, num_chunks, world_size = requested.shape
-    num_segments = requested.size
-    fetched = np.arange(num_lists * (1 + num_chunks) * world_size)
-    fetched = fetched.reshape(num_lists, -1, world_size)
+    num_segments, shape = requested.size, (num_lists, 1 + num_chunks, world_size)
+    fetched = np.arange(math.prod(shape)).reshape(shape)
     clean = np.broadcast_to(fetched[:, :1], requested.shape)
     # One copy to the device: the end of each segment of request order, then by segment that of its
     # clean rows in fetch order, then that of its dirty rows.
@@ -321,15 +365,7 @@ def find_fetch_orders(
         segment_n = segment_of(on_device[:num_segments], dirty_n.numel())
     # The entry of a row in the two tables is its segment, plus their length if the row is dirty.
     entry_n = segment_n.add_(dirty_n, alpha=num_segments)
-    order_n, found = sort_by_segment(
-        on_device[num_segments:].index_select(0, entry_n), fetched.size
-    )
-    on_host = None
-    if kept is not None:  # one copy syncs the host
-        found, kept = torch.cat([found, kept]).cpu().split([found.numel(), kept.numel()])
-        on_host = kept.numpy()
-    splits = [ExchangeSplits(counts) for counts in found.view(num_lists, -1, world_size).tolist()]
-    return splits, order_n, on_host
+    return on_device[num_segments:].index_select(0, entry_n), shape
 
 
 def fetch_positions(
@@ -339,7 +375,7 @@ def fetch_positions(
 
     Positions are consecutive over packs, of which ``hot_cold_P`` are the numbers of hot and of cold
     rows. In each pack the hot rows, by slot, come first, then the cold rows in fetch order;
-    ``order_n`` is that of the cold rows, pack after pack, a result of :func:`find_fetch_orders`.
+    ``order_n`` is that of the cold rows, pack after pack, as in :class:`FetchOrders`.
     """
     if order_n is None:
         return located.request_positions

@@ -3,9 +3,8 @@
 A batch passes the files in this order: ``valid_features``, ``request`` (which gives its
 layout), ``batch_rows``, ``batch_gradients``; ``group`` holds what outlives a batch. What differs
 between kinds of tables is a route: ``route`` has its methods, ``row_route``, ``node_route`` and
-``pooled_route`` are the three, and ``row_pooling`` pools the rows of the first two. Between batches
-``refresher`` changes which rows are hot, by access counts (``hot_rows``) and intervals
-(``refresh_policy``).
+``pooled_route`` are the three. Between batches ``refresher`` changes which rows are hot, by access
+counts (``hot_rows``) and intervals (``refresh_policy``).
 
 A driver decides when each operation runs: TorchRec's forward and the engine's backward
 (``sharding/in_backward.py``), or a schedule (``train_pipeline/``). Operations marked as collective

@@ -27,24 +27,19 @@ from torch import Tensor
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.all_to_all import Ranks
 from torchrec_picasso.exchange.by_host import HostExchanges, connect_hosts
-from torchrec_picasso.exchange.packed import Payload
+from torchrec_picasso.exchange.packed import Payload, by_chunk
 from torchrec_picasso.ops.ids import IdSpace
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
+    FetchOrders,
     UniqueRows,
+    by_pack,
     first_use_chunks,
     unique_rows,
 )
 from torchrec_picasso.ops.sorts import positions_of, sort_by_segment
 from torchrec_picasso.rows.route import IncomingRequests, Relay
-from torchrec_picasso.rows.row_route import (
-    FetchOrders,
-    IncomingRows,
-    RowRoute,
-    RowsRequest,
-    by_chunk,
-    by_pack,
-)
+from torchrec_picasso.rows.row_route import IncomingRows, RowRoute, RowsRequest
 
 
 class NodeRoute(RowRoute):

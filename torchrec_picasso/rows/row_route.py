@@ -7,8 +7,9 @@ Header words of a pair of ranks: P K counts of cold rows, and bits of hot slots,
 computes the union over ranks. If that is fewer bytes, it does so for a W-th of the slots and sends
 the union to all with its row numbers: two bits a slot, however many ranks there are.
 
-Shape letters: F features, K micro-batches and chunks, J segments of bags, M matrices, P packs,
-N lookups, U unique rows, W ranks, X words of a header or of bits.
+Shape letters: B samples, D dim, F features, K micro-batches and chunks, J segments of bags, M
+matrices, N lookups, P packs, R rows of a matrix, S bags, U unique rows, W ranks, X words of a
+header or of bits; n rows.
 
 Host syncs per batch on CUDA: with lookahead or many hot rows one, for fetch orders and bits.
 """
@@ -28,7 +29,7 @@ from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
-from torchrec_picasso.exchange.packed import Payload
+from torchrec_picasso.exchange.packed import Payload, by_chunk
 from torchrec_picasso.ops.bags import (
     BatchCut,
     LookupGroups,
@@ -42,12 +43,20 @@ from torchrec_picasso.ops.ids import IdSpace
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
+    FetchOrders,
     LocatedRows,
     RowRanges,
+    by_pack,
     fetch_positions,
-    find_fetch_orders,
     first_use_chunks,
     locate_rows,
+)
+from torchrec_picasso.ops.segment_reduction import (
+    PoolingIndex,
+    gradient_of_rows,
+    gradient_of_weights,
+    mean_weights,
+    pool_rows,
 )
 from torchrec_picasso.ops.streams import tensors_in
 from torchrec_picasso.rows.route import (
@@ -59,7 +68,6 @@ from torchrec_picasso.rows.route import (
     RouteLayout,
     RouteRequest,
 )
-from torchrec_picasso.rows.row_pooling import RowPooling
 from torchrec_picasso.storage.row_storage import HotHomes, RowStorage, TouchedHot
 
 
@@ -155,44 +163,6 @@ class RowRoute(Route):
 
     def _request(self, **fields: Any) -> RowsRequest:
         return RowsRequest(**fields)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FetchOrders:
-    """The packs' rows in fetch order; ``None`` = their request order."""
-
-    wanted_P: Sequence[ExchangeSplits]
-    wanted_order_n: Tensor | None
-    """Position in request order of each wanted row in fetch order, over all packs, int64."""
-    served_P: Sequence[ExchangeSplits]
-    served_order_n: Tensor | None
-    kept: np.ndarray | None
-    """The int64 numbers that came to the host too."""
-
-    @staticmethod
-    def find(
-        wanted_P: Sequence[ExchangeSplits],
-        served_P: Sequence[ExchangeSplits],
-        dirty_n: Tensor | None,
-        kept: Tensor | None,
-    ) -> FetchOrders:
-        """Computes the orders from those of requests; ``dirty_n`` marks wanted rows, then served
-        ones, as :func:`.find_fetch_orders`."""
-        counts = [rows.counts_EW for rows in (*wanted_P, *served_P)]
-        by_fetch, order_n, on_host = find_fetch_orders(counts, dirty_n, kept)
-        wanted_order_n = served_order_n = None
-        if order_n is not None:
-            # Wanted rows are the first of the order, so served rows count from their number.
-            num_wanted = sum(rows.num_rows for rows in wanted_P)
-            wanted_order_n, served_order_n = order_n[:num_wanted], order_n[num_wanted:] - num_wanted
-        num_packs = len(wanted_P)
-        return FetchOrders(
-            wanted_P=by_fetch[:num_packs],
-            wanted_order_n=wanted_order_n,
-            served_P=by_fetch[num_packs:],
-            served_order_n=served_order_n,
-            kept=on_host,
-        )
 
 
 @dataclass(kw_only=True)
@@ -418,23 +388,49 @@ class IncomingRows(IncomingRequests):
         storage.update(self.home_row_numbers_n, touched, grads_mD)
 
 
-def by_pack(values_n: Tensor, rows_P: Sequence[ExchangeSplits]) -> tuple[Tensor, ...]:
-    """Splits one value per row of all packs into the packs; views."""
-    if len(rows_P) == 1:
-        return (values_n,)
-    return values_n.split([rows.num_rows for rows in rows_P])
+@dataclass(frozen=True, kw_only=True)
+class RowPooling(Pooling):
+    """The pooling of one micro-batch of one matrix of rows; one piece, ``(B F, D)``. Sequences are
+    not pooled: the piece has the row of each lookup, ``(N, D)``."""
 
+    index: PoolingIndex
+    size: int | None
+    """Samples of the micro-batch; ``None`` if every feature has its own batch size."""
+    num_features: int
 
-def by_chunk(
-    sent_P: Sequence[Tensor],
-    sent_by_P: Sequence[ExchangeSplits],
-    received_P: Sequence[Tensor],
-    received_by_P: Sequence[ExchangeSplits],
-) -> list[Payload]:
-    """Splits the vectors of packs into their chunks, a payload each."""
-    payloads: list[Payload] = []
-    for sent, sent_by, received, received_by in zip(sent_P, sent_by_P, received_P, received_by_P):
-        sent_K, received_K = sent.split(sent_by.sizes), received.split(received_by.sizes)
-        chunks = zip(sent_K, sent_by.counts_EW, received_K, received_by.counts_EW)
-        payloads += [Payload(*chunk) for chunk in chunks]
-    return payloads
+    def scales(self, weights_N: Tensor | None, are_new: bool) -> Tensor | None:
+        """Returns the factor of each lookup, from weights of any time."""
+        index = self.index
+        if not index.has_pooling:
+            return None
+        if weights_N is not None:
+            assert index.source_N is not None, "the batch came without weights"
+            weights_N = weights_N.float().index_select(0, index.source_N)
+        return mean_weights(weights_N, index.bag_offsets_S1, index.mean_S, index.num_lookups)
+
+    def pool(self, rows_RD: Tensor, scales_N: Tensor | None) -> list[Tensor]:
+        """Pools rows into bags: one piece."""
+        return [pool_rows(rows_RD, scales_N, self.index)]
+
+    def columns(self, pieces: list[Tensor]) -> list[Tensor]:
+        """Reshapes the piece to ``(B, F D)``; sequences stay."""
+        (pooled,) = pieces
+        if not self.index.has_pooling:
+            return pieces
+        # (S, D) is ordered by sample, then feature
+        shape = (-1,) if self.size is None else (self.size, self.num_features * pooled.size(1))
+        return [pooled.view(shape)]
+
+    def gradients(self, grads: Sequence[Tensor], scales_N: Tensor | None) -> Tensor:
+        """Sums the gradients of the piece by row."""
+        return gradient_of_rows(grads[0], scales_N, self.index)
+
+    def gradient_of_scales(self, grads: Sequence[Tensor], rows_RD: Tensor) -> Tensor:
+        """Computes the gradient of each lookup's factor."""
+        return gradient_of_weights(grads[0], rows_RD, self.index)
+
+    def add_gradients(self, sums_RD: Tensor, grads_nD: Tensor) -> None:
+        """Adds a micro-batch's gradients to the sums."""
+        assert self.index.gradient_position_U is not None, "one micro-batch needs no sums"
+        # A row that several micro-batches use is summed here, at its position in request order.
+        sums_RD.index_add_(0, self.index.gradient_position_U, grads_nD)
