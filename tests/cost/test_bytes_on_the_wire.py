@@ -38,7 +38,7 @@ from torchrec_picasso.app.runs.wire_meter import WireMeter
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.by_host import ByHost
 from torchrec_picasso.cost.curves import COLLECTIVES, Curve
-from torchrec_picasso.cost.hot_cold import HotColdTable, HotColdTotals, exchange_bytes
+from torchrec_picasso.cost.hot_cold import Exchange, HotColdTable, HotColdTotals
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.exchange.agreement import Flags
 from torchrec_picasso.exchange.waiting import tallied
@@ -155,7 +155,7 @@ def _count_known(rank: int, world_size: int) -> dict[Driver, dict[str, float]]:
 def test_bytes_of_true_numbers_are_exact(world_size: int, driver: Driver) -> None:
     """Within two bytes: the meter rounds each sum's share of W ranks down."""
     totals = _known_totals(world_size)
-    sent_bytes = exchange_bytes(totals, world_size, num_packs=2)
+    sent_bytes = Exchange(totals=totals, num_packs=2).ways(world_size)[0].sent
     num_dense = 1 + sum(table.dim for table in TABLES)
     expected = _predicted(sent_bytes, num_dense, world_size)
     by_rank = [by_driver[driver] for by_driver in run_once(_count_known, world_size)]

@@ -12,7 +12,7 @@ import torch
 from torchrec_picasso.app.runs.exchange_step import bag_batch, bag_collection
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.forms import hot_cold_memory_bytes
-from torchrec_picasso.cost.hot_cold import Exchange, HotColdTotals, exchange_bytes, exchange_times
+from torchrec_picasso.cost.hot_cold import Exchange, HotColdTotals, exchange_times
 from torchrec_picasso.cost.local import DenseTimes, LocalCosts, PhaseCost, SideCosts
 from torchrec_picasso.cost.step_price import StepPricer, _shares, chunk_shares
 from torchrec_picasso.cost.stock import (
@@ -191,7 +191,7 @@ def test_homes_update_distinct_rows_once() -> None:
 
 def test_bags_send_lookups_lengths_and_pooled_vectors() -> None:
     item = work(pooling=5)
-    sent = exchange_bytes(HotColdTotals.from_table(item, 0, "bags"), 2, 1)
+    sent = Exchange.from_tables([(item, 0, "bags")], 1).ways(2)[0].sent
     assert sent["ids"] == pytest.approx((5 * BATCH * 4 + BATCH * 4) / 2)
     assert sent["rows"] == sent["gradients"] == pytest.approx(BATCH * DIM * 4 / 2)
     assert sent["hot"] == 0

@@ -13,8 +13,6 @@ from torchrec_picasso.cost.hot_cold import (
     HotColdTable,
     HotColdTotals,
     Way,
-    bit_bytes,
-    count_bytes,
     id_bytes,
 )
 from torchrec_picasso.cost.local import LocalCosts, LocalWork
@@ -69,7 +67,7 @@ class ByHost(Exchange):
         and their gradients once per host."""
         totals, places = self.totals, self.ranks_per_host
         hot = totals.touched_elements * WIRE_BYTES
-        bits, united = bit_bytes(totals, world_size)
+        header, united = self._pair_bytes(world_size)
         found = []
         for level, num, carried, summed, uniting in (
             (LEVELS[0], places, totals, hot, places),
@@ -79,7 +77,7 @@ class ByHost(Exchange):
             rows = carried.cold_elements * WIRE_BYTES
             sent = {
                 # each peer gets those of the ranks behind it
-                "header": world_size * (count_bytes(self.num_packs) + bits),
+                "header": world_size * header,
                 "ids": totals.cold * id_bytes(totals.rows) + uniting * united,
                 "rows": rows,
                 "gradients": rows,

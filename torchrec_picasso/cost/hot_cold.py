@@ -14,17 +14,15 @@ from typing import ClassVar, TypeVar
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalCosts, LocalWork
 from torchrec_picasso.cost.table_work import Summable, TableWork
+from torchrec_picasso.exchange.header import NUM_OWN_WORDS
 from torchrec_picasso.ops.ids import parts_to_unite, words_of
 from torchrec_picasso.placement import FORMS, Form
 
 HotColdTable = tuple[TableWork, float, Form]
 """The work of a table, its number of hot rows, and its form."""
 
-_WORD_BYTES = 8
-HEADER_FLAGS = 3
-"""Words of a header that are no counts."""
-_LENGTH_BYTES = 4
-WIRE_BYTES = 4  # a float32 element
+WORD_BYTES, LENGTH_BYTES, WIRE_BYTES = 8, 4, 4
+"""Bytes of an int64, of the length of a bag, and of a float32 element."""
 _LARGEST_INT32 = 2**31 - 1
 
 # Rows of several packs are concatenated before an exchange and split after it. On one core, 24
@@ -176,32 +174,12 @@ def _works(
     return replace(ids, buffer_elements=0.0, updated=totals.updated), fetched, updated
 
 
-def exchange_bytes(totals: HotColdTotals, world_size: int, num_packs: int) -> dict[str, float]:
-    """Predicts the bytes that a rank sends, by purpose: mean over ranks."""
-    to_others = (world_size - 1) / world_size  # rows with their home on this rank are not sent
-    rows = (totals.cold_elements + totals.bag_elements) * WIRE_BYTES * to_others
-    ids = (totals.cold + totals.bag_lookups) * id_bytes(totals.rows) + totals.bags * _LENGTH_BYTES
-    bits, united = bit_bytes(totals, world_size)
-    return {
-        "header": (world_size - 1) * (count_bytes(num_packs) + bits),
-        "ids": ids * to_others + (world_size - 1) * united,
-        "rows": rows,
-        "gradients": rows,
-        "hot": 2 * to_others * totals.touched_elements * WIRE_BYTES,  # summed in a ring
-    }
-
-
-def count_bytes(num_packs: int) -> float:
-    """Returns the bytes of a header from one rank to another, of one chunk, without bits."""
-    return _WORD_BYTES * (num_packs + HEADER_FLAGS)
-
-
-def bit_bytes(totals: HotColdTotals, world_size: int) -> tuple[int, int]:
+def bit_bytes(num_hot: float, world_size: int) -> tuple[int, int]:
     """Returns the bytes that say which hot rows are touched, from one rank to another: of a batch,
     in the header, and united over ranks."""
-    hot = math.ceil(totals.hot)
+    hot = math.ceil(num_hot)
     num_parts = parts_to_unite(hot, world_size)
-    num_bytes = _WORD_BYTES * words_of(hot, num_parts)
+    num_bytes = WORD_BYTES * words_of(hot, num_parts)
     return num_bytes, num_bytes * (num_parts > 1)
 
 
@@ -259,8 +237,25 @@ class Exchange:
 
     def ways(self, world_size: int) -> list[Way]:
         """Predicts what each collective of rows carries: mean over ranks."""
-        sent = exchange_bytes(self.totals, world_size, self.num_packs)
-        return [Way("row_exchange", "all_reduce", self.totals, sent)]
+        totals, others = self.totals, world_size - 1
+        share = others / world_size  # rows with their home on this rank are not sent
+        rows = (totals.cold_elements + totals.bag_elements) * WIRE_BYTES * share
+        ids = (totals.cold + totals.bag_lookups) * id_bytes(totals.rows)
+        header, united = self._pair_bytes(world_size)
+        sent = {
+            "header": others * header,
+            "ids": (ids + totals.bags * LENGTH_BYTES) * share + others * united,
+            "rows": rows,
+            "gradients": rows,
+            "hot": 2 * share * totals.touched_elements * WIRE_BYTES,  # summed in a ring
+        }
+        return [Way("row_exchange", "all_reduce", totals, sent)]
+
+    def _pair_bytes(self, world_size: int) -> tuple[int, int]:
+        """Returns the bytes from one rank to another of a header, of one chunk, and of united bits
+        of hot rows."""
+        bits, united = bit_bytes(self.totals.hot, world_size)
+        return WORD_BYTES * (self.num_packs + NUM_OWN_WORDS) + bits, united
 
     def with_own_work(self, times: ExchangeTimes, costs: LocalCosts) -> ExchangeTimes:
         """Adds work beside that of ranks and home ranks."""

@@ -51,7 +51,7 @@ class CountedStep:
 
     busiest_bytes: Mapping[str, Mapping[str, float]]
     """Bytes that the busiest rank sends or receives, by ``"row_exchange"`` or one of
-    :data:`.LEVELS`, then by the purposes of :func:`.hot_cold.exchange_bytes` and ``mask``."""
+    :data:`.LEVELS`, then by the purposes of :class:`.Way` and ``mask``."""
     first_used: Sequence[float]
     """Share of the batch's rows that its first samples use: none of them to all, in equal steps."""
 

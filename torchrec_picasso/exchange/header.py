@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.packed import Exchanges
 
-_NUM_OWN_WORDS = 3
+NUM_OWN_WORDS = 3
 """Outside ids, bad weights, and the state: the flags below, then ``most_asked``."""
 _HAS_DATA, _BAD_LENGTHS, _LOOKS_UP_NOTHING, _STATES = 1, 2, 4, 8
 
@@ -105,7 +105,7 @@ class HeaderExchange:
         host = torch.cat([*kept, self._received.view(-1)]).cpu().numpy()
         # In this order: the kept numbers, then of each rank its own words and its routes'.
         *numbers, words = _cut(host, [part.numel() for part in kept])
-        widths = [_NUM_OWN_WORDS, *(piece.size(1) for piece in self._pieces)]
+        widths = [NUM_OWN_WORDS, *(piece.size(1) for piece in self._pieces)]
         own, *pieces, _ = _cut(words.reshape(self._received.shape), widths)
         # words that this rank only relays follow those for it
         outside_ids_W, bad_weights_W, states_W = own[: len(self.sent_WX)].T.tolist()

@@ -56,7 +56,8 @@ class Peers:
         except Exception as error:
             # A broken exchange is a symptom: look for its cause. Any other error is a cause: report
             # it.
-            if _is_transport_error(error):
+            is_of_gloo = type(error) is RuntimeError and _GLOO_ERROR.match(str(error))
+            if is_of_gloo or isinstance(error, dist.DistError):
                 raise PeerError(self._why(doing(), error)) from error
             self._write_entry(f"{doing()}: {type(error).__name__}: {error}", has_failed=True)
             raise
@@ -109,9 +110,3 @@ class Peers:
         except (dist.DistError, RuntimeError):
             self._store = None
         return found
-
-
-def _is_transport_error(error: Exception) -> bool:
-    if isinstance(error, dist.DistError):
-        return True
-    return type(error) is RuntimeError and _GLOO_ERROR.match(str(error)) is not None

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchrec_picasso.cost.forms import EXCHANGES
-from torchrec_picasso.cost.hot_cold import Exchange, HotColdTotals, exchange_bytes
+from torchrec_picasso.cost.hot_cold import Exchange
 from torchrec_picasso.cost.local import LocalCosts
 from torchrec_picasso.cost.schedule_time import StepPrice
 from torchrec_picasso.cost.step_price import StepPricer
@@ -41,6 +41,7 @@ from torchrec_picasso.storage.exactness import Refusal
 Forms = Mapping[int, Form]
 """Exchange of each hot/cold table by position; the other tables are stock."""
 
+_BY_MODULE = [form for form in EXCHANGES if FORMS[form].by_module]
 _ONLY_ROWS: Mapping[Form, str] = dict.fromkeys(list(EXCHANGES)[1:], "it was not considered")
 
 _SIMPLER_MARGIN, _ONCE_MARGIN = 0.03, 0.3
@@ -84,8 +85,7 @@ class TableInfo:
         """Allowed exchanges of the table alone, if it is hot/cold."""
         if self.required is not None:
             return (self.required.form,)
-        alone = (form for form in EXCHANGES if not FORMS[form].by_module)
-        return tuple(form for form in alone if form not in self.no_form)
+        return tuple(f for f in EXCHANGES if f not in _BY_MODULE and f not in self.no_form)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ def choose(
         chosen = _price(model, {i: tables[i].forms[0] for i in given_hot}, given_hot)
     else:
         by_name = _plans(tables, works)
-        for form in _module_forms():
+        for form in _BY_MODULE:
             if in_modules := _in_modules(model, by_name["rows"], form):
                 by_name[form] = in_modules
         plans = _price_all(model, by_name)
@@ -201,7 +201,7 @@ def _fastest(plans: Mapping[str, PricedPlan], pricer: StepPricer) -> str:
     """Names the fastest plan: each must beat those with fewer mechanisms by its margin."""
     steps = {name: plan.step for name, plan in plans.items()}
     name = "rows" if steps["rows"].step_ms <= steps["bags"].step_ms else "bags"
-    by_module = [(form, EXCHANGES[form].margin) for form in _module_forms()]
+    by_module = [(form, EXCHANGES[form].margin) for form in _BY_MODULE]
     for other, margin in [("mixed", _FORMS_MARGIN), *by_module]:
         if other in steps and steps[other].step_ms <= steps[name].step_ms * (1 - margin):
             name = other
@@ -213,11 +213,6 @@ def _beats_stock(step: StepPrice, stock: StepPrice, pricer: StepPricer) -> bool:
     once_ms = pricer.curves.local.hot_cold.once_ms
     margin_ms = _SIMPLER_MARGIN * stock.step_ms + _ONCE_MARGIN * once_ms
     return step.step_ms <= stock.step_ms - margin_ms
-
-
-def _module_forms() -> list[Form]:
-    """Lists the forms of whole modules."""
-    return [form for form in EXCHANGES if FORMS[form].by_module]
 
 
 def _in_modules(model: _PricedModel, forms: Forms, other: Form) -> Forms | None:
@@ -293,7 +288,11 @@ def _stock_plans(model: _PricedModel, forms: Forms) -> list[dict[int, str | None
     rest = [i for i in range(len(tables)) if i not in forms]
     # fewer whole tables may be less even over ranks than all of them
     added = marginal_stock_costs([works[i] for i in rest], pricer.curves, pricer.world_size)
-    cheapest = {i: _best_stock_type(tables[i], costs) for i, costs in zip(rest, added)}
+    # None without stock types
+    cheapest = {
+        i: min(tables[i].stock_types, key=lambda k: (costs[k].exposed_ms, k), default=None)
+        for i, costs in zip(rest, added)
+    }
     plans = [cheapest]
     for kind in reversed(STOCK_TYPES):
         plan = {i: kind if kind in tables[i].stock_types else cheapest[i] for i in rest}
@@ -306,8 +305,9 @@ def _plans(tables: Sequence[TableInfo], works: Sequence[TableWork]) -> dict[str,
     able = {i: table.forms for i, table in enumerate(tables) if table.not_hot_cold is None}
 
     def fewer_bytes(work: TableWork, forms: Sequence[Form]) -> Form:
-        totals = (HotColdTotals.from_table(work, 0, form) for form in (forms[0], forms[-1]))
-        first, last = (sum(exchange_bytes(t, work.world_size, 1).values()) for t in totals)
+        tables = ((work, 0, form) for form in (forms[0], forms[-1]))
+        ways = (Exchange.from_tables([table], 1).ways(work.world_size)[0] for table in tables)
+        first, last = (sum(way.sent.values()) for way in ways)
         return forms[0 if first <= last * (1 - _ROWS_MARGIN) else -1]
 
     return {
@@ -337,8 +337,3 @@ def _frequent_rows(
     taken_G = np.floor(np.clip(left_bytes_G / row_bytes_G, 0.0, rows_G))
     counts = np.bincount(table_G, taken_G, minlength=len(works))
     return {i: int(counts[i]) for i in tables}
-
-
-def _best_stock_type(table: TableInfo, added: Mapping[str, StockCost]) -> str | None:
-    """Returns the stock type of a table that adds least to a step; ``None`` without stock types."""
-    return min(table.stock_types, key=lambda kind: (added[kind].exposed_ms, kind), default=None)

@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrec_picasso.cost.forms import EXCHANGES, home_row_bytes, hot_cold_memory_bytes
-from torchrec_picasso.cost.hot_cold import id_bytes
+from torchrec_picasso.cost.hot_cold import WIRE_BYTES, id_bytes
 from torchrec_picasso.cost.stock import max_over_mean, over_mean, served_lookups
 from torchrec_picasso.placement import FORMS
 from torchrec_picasso.planner.decision import Decision
 
 if TYPE_CHECKING:
     import pandas as pd
-
-_WIRE_BYTES = 4  # a float32 element
 
 
 def explain(decision: Decision) -> pd.DataFrame:
@@ -91,7 +89,7 @@ def _ranks(decision: Decision, memory: Mapping[str, float]) -> list[dict[str, fl
     cold = [(work.load, work.split(num_hot).cold_used) for work, num_hot in in_rows]
     even = sum(rows * load.dim for load, rows in cold)
     load_W = homes.load_W if homes is not None else (even / world_size,) * world_size
-    all_bytes = sum(load_W) * _WIRE_BYTES  # of the rows that a rank requests, its own included
+    all_bytes = sum(load_W) * WIRE_BYTES  # of the rows that a rank requests, its own included
     number_bytes = id_bytes(sum(load.num_embeddings for load, _ in cold))
     # bytes of row numbers per byte of rows
     numbers = number_bytes * sum(rows for _, rows in cold) / all_bytes if all_bytes else 0.0
@@ -100,8 +98,8 @@ def _ranks(decision: Decision, memory: Mapping[str, float]) -> list[dict[str, fl
     lookups_W = [sum(lookups_T) for lookups_T in zip(*_lookups_by_home(decision))]
     found = []
     for rank, load in enumerate(load_W):
-        served = load * _WIRE_BYTES * (world_size - 1)  # rows to other ranks, their gradients back
-        fetched = all_bytes - load * _WIRE_BYTES  # rows from other ranks, their gradients back
+        served = load * WIRE_BYTES * (world_size - 1)  # rows to other ranks, their gradients back
+        fetched = all_bytes - load * WIRE_BYTES  # rows from other ranks, their gradients back
         home = 0.0
         for i, work, num_hot, form in works:
             rows_W = decision.block_rows.get(i)

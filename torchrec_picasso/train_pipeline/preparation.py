@@ -132,7 +132,8 @@ class Preparation:
                 reader = IdReader(IdSpace.build(tables, _CPU), PackPlan.build(tables, _CPU))
             self._readers[names] = reader, tables
         reader, tables = self._readers[names]
-        if reader is None or any(map(_is_left_out, features_of)):
+        # the step has to read features that have their own batch sizes, or are bad
+        if reader is None or any(f.variable_stride_per_key() or form_error(f) for f in features_of):
             return None
         by_module = []
         for number, features in enumerate(features_of):
@@ -148,8 +149,3 @@ class Preparation:
     def _readers(self) -> dict[tuple[str, ...], tuple[IdReader | None, list[PackedTable]]]:
         """Readers of modules that share an exchange, with their tables, by the modules' names."""
         return {}
-
-
-def _is_left_out(features: KeyedJaggedTensor) -> bool:
-    """Whether the step has to read the features: they have their own batch sizes, or are bad."""
-    return features.variable_stride_per_key() or form_error(features) is not None

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_picasso.app.simulation.ids import Ids, ReadBatch
-from torchrec_picasso.app.simulation.row_traffic import TRAFFIC
+from torchrec_picasso.app.simulation.row_traffic import RowTraffic
 from torchrec_picasso.app.simulation.stock_traffic import STOCK_TYPES, StockTraffic
 from torchrec_picasso.app.simulation.wire import Amounts, Wire
+from torchrec_picasso.cost.hot_cold import bit_bytes
 from torchrec_picasso.cost.table_work import TableLoad
-from torchrec_picasso.ops.ids import parts_to_unite, words_of
 from torchrec_picasso.planner.home_blocks import even_blocks
 
 RANK_COUNTED = ("lookups", "unique", "cold", "new_hot", "new_cold")
@@ -31,7 +31,6 @@ COUNTED = (*RANK_COUNTED, "dirty", "host", "host_dirty")
 """Also cold rows that any rank's batch before has; distinct cold rows of a host's batches, and
 those of these that any rank's batch before has."""
 
-_WORD_BYTES = 8
 _NO_RANK = np.iinfo(np.int16).max
 
 
@@ -83,15 +82,12 @@ class Cluster:
     ) -> None:
         self.num_hosts, self.num_places = num_hosts, num_places
         self.world_size = num_hosts * num_places
-        num_hot = sum(map(len, stream.hot_T))
-        num_parts = parts_to_unite(num_hot, self.world_size)
-        bit_bytes, hosts = _WORD_BYTES * words_of(num_hot, num_parts), (num_hosts, num_places)
-        self.rows = {
-            form: traffic(*hosts, bit_bytes, num_parts > 1)
-            for form, traffic in TRAFFIC.items()
-            if traffic.applies(*hosts)
-        }
+        bits = bit_bytes(sum(map(len, stream.hot_T)), self.world_size)
+        hosts = num_hosts, num_places
+        self.rows = {"rows": RowTraffic(*hosts, 1, *bits)}
         """Traffic of rows by form."""
+        if num_hosts > 1 and num_places > 1:
+            self.rows["node_rows"] = RowTraffic(*hosts, num_places, *bits)
         self._dims_T, self._homes = stream.dims, Blocks(block_rows_TW)
         self._equal = Blocks(
             [even_blocks(load.num_embeddings, self.world_size) for load in stream.loads]
@@ -154,8 +150,9 @@ class Cluster:
         once_TW = self._homes.count(once_U)
         self.sums_T["host"] += once_TW.sum(1)
         self.sums_T["host_dirty"] += self._count_dirty(once_U, before_R)
-        for each in self.rows.values():
-            each.end_host(first, self._asked_W, once_TW.sum(0), self._dims_T @ once_TW)
+        if "node_rows" in self.rows:
+            amounts = self._asked_W, once_TW.sum(0), self._dims_T @ once_TW
+            self.rows["node_rows"].end_group(first, *amounts)
         self._host_rows.clear()
         self._asked_W[:] = 0
 

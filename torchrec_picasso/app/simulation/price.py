@@ -18,12 +18,13 @@ from torchrec_picasso.app.simulation.stock_traffic import STOCK_TYPES, StockTraf
 from torchrec_picasso.app.simulation.wire import Wire, link_share
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import COLLECTIVES, Curve
-from torchrec_picasso.cost.hot_cold import HEADER_FLAGS, HotColdTotals
+from torchrec_picasso.cost.hot_cold import HotColdTotals
 from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.cost.schedule_time import StepPrice
 from torchrec_picasso.cost.step_price import CountedStep, StepPricer, chunk_shares
 from torchrec_picasso.cost.stock import StockCost, StockTotals, cost_of_totals, over_mean
 from torchrec_picasso.errors import PlanError
+from torchrec_picasso.exchange.header import NUM_OWN_WORDS
 
 _STOCK_EXCHANGES = 5
 """Splits, lengths, ids, vectors and gradients, of each module."""
@@ -83,7 +84,7 @@ class Pricing:
         curves = curves_of(self.curves, cluster)
 
         def priced(num_parts: int) -> tuple[float, int, StepPrice]:
-            num_words, busiest = HEADER_FLAGS + num_packs * num_parts, {}
+            num_words, busiest = NUM_OWN_WORDS + num_packs * num_parts, {}
             for name, level in levels.items():
                 found = level.wire.busiest_bytes(is_duplex=True)
                 busiest[name] = found | {"header": found["header"] * num_words + found["bits"]}
