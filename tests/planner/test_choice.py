@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import Curve
+from torchrec_picasso.cost.forms import EXCHANGES
+from torchrec_picasso.cost.hot_cold import Exchange, Way
 from torchrec_picasso.cost.local import DenseTimes, LocalCosts
 from torchrec_picasso.cost.schedule_time import StepPrice
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
-from torchrec_picasso.placement import Form
+from torchrec_picasso.placement import FORMS, Form, FormTraits
+from torchrec_picasso.planner import choice as choice_module
 from torchrec_picasso.planner.choice import PricedPlan, TableInfo, _fastest, choose, price_plan
 
 ROWS = 20_000
@@ -322,6 +325,24 @@ def test_rows_by_host_must_beat_the_best_other_plan_and_rows_sent_directly(
         )
     }
     assert _fastest(plans, pricer(curves())) == fastest
+
+
+class _Halved(Exchange):
+    """Sends half of what rows take."""
+
+    def ways(self, world_size: int) -> list[Way]:
+        (way,) = super().ways(world_size)
+        return [dataclasses.replace(way, sent={name: n / 2 for name, n in way.sent.items()})]
+
+
+def test_a_further_form_is_planned_by_its_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FORMS, "halved", FormTraits(by_module=True))  # type: ignore[arg-type]
+    monkeypatch.setitem(EXCHANGES, "halved", _Halved)  # type: ignore[arg-type]
+    monkeypatch.setattr(choice_module, "_BY_MODULE", ["halved"])
+    slow = pricer(on_hosts(0.004), world_size=8)
+    choice = choose(may_go_by_host(module_works("shared", 0.7), no_hot_rows="no"), slow)
+    assert set(choice.forms) == {"halved"}
+    assert choice.priced_ms["halved"] < 0.8 * choice.priced_ms["rows"]
 
 
 def test_hot_rows_do_not_make_up_for_the_worse_route() -> None:

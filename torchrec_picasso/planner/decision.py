@@ -148,7 +148,8 @@ def _waves(tables: Sequence[TableInfo], choice: Choice, num_waves: int) -> list[
         if form is not None:
             load, split = work.load, work.split(num_hot)
             # cold rows are fetched, gradients of touched hot rows are reduced
-            number = load.bags if form == "bags" else split.cold_used + split.hot_touched
+            sent = split.cold_used + split.hot_touched
+            number = load.bags if FORMS[form].sends_bags else sent
             key = pack_key(form, 0, load.dim, load.element_bytes)
             volumes.setdefault(load.module, {})[position] = (key, number * load.dim)
     waves: dict[int, int] = {}
