@@ -32,7 +32,7 @@ alternating order, so whatever else the machine does hits all of them:
   interleave.
 - ours: what a user gets by default. Curves are measured on these links, hot rows are chosen from
   held-out batches, InterleavedTrainPipeline chooses its settings before the clock starts.
-- ours_plain: the same plan under TrainPipelineSparseDist.
+- ours_plain: the same plan under TrainPipelineSparseDist; ours_loop: under TrainPipelineBase.
 - all_rows: every table hot/cold without hot rows, interleaved; all_rows_plain: the same plan, not
   interleaved; all_bags: every table of a pooled collection as bags, at the homes of table_wise.
 - rows:K, rows:K:HOT_ROWS and bags:K: the same plans in K fixed micro-batches.

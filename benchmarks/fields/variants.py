@@ -17,6 +17,7 @@ VARIANTS = {
         Variant(name="table_wise_ours", placement="table_wise", pipeline="interleaved"),
         Variant(name="ours", placement="hot_cold", pipeline="interleaved"),
         Variant(name="ours_plain", placement="hot_cold"),
+        Variant(name="ours_loop", placement="hot_cold", pipeline="loop"),
         Variant(name="all_rows", placement="hot_cold", pipeline="interleaved", hot_rows=0),
         Variant(name="all_rows_plain", placement="hot_cold", hot_rows=0),
         Variant(name="all_bags", placement="bags", pipeline="interleaved"),

@@ -7,7 +7,8 @@
 Each model, in its published sizes, and that of `benchmarks.fields` with each number of fields, is
 trained by stock's two variants of `benchmarks.fields`, ``table_wise`` and ``planner``, under
 TrainPipelineSparseDist, and by ``ours``: this package's defaults. They take turns. ``hstu_long``
-(histories of up to 256, 256 columns) has every stock kind, under TrainPipelineBase, too.
+(histories of up to 256, 256 columns) has every stock kind, under TrainPipelineBase, too;
+``hstu_client`` has this package's tables under each driver.
 Every model is a JSON file of its own in the folder; one that is there is not measured again, so a
 run that was stopped goes on. So are the curves of the links and of a core's work, which are
 measured first. The table shows all that are there, those that lose too, with the reason where it
@@ -67,7 +68,7 @@ def question_of(name: str, args: argparse.Namespace) -> Question:
         zoo=config,
         batch_size=config.data.batch_size,
         max_rows=config.data.max_rows,
-        variants=(*ENTRIES[name].stock, "ours"),
+        variants=(*ENTRIES[name].stock, *ENTRIES[name].ours),
     )
 
 

@@ -39,6 +39,7 @@ class Entry:
         num_tasks: Labels.
         num_fields: Generated fields of any skew and number of ids; ``None`` = Criteo's columns.
         stock: Variants of stock TorchRec.
+        ours: Variants of this package.
     """
 
     model: ModelConfig
@@ -48,6 +49,7 @@ class Entry:
     num_tasks: int = 1
     num_fields: int | None = None
     stock: tuple[str, ...] = STOCK
+    ours: tuple[str, ...] = ("ours",)
 
     @property
     def data_kind(self) -> str:
@@ -98,6 +100,13 @@ ENTRIES = {
         model=ModelConfig(kind="tbsm", embedding_dim=16), batch_size=1024, max_history=20
     ),
     "hstu": Entry(model=ModelConfig(kind="hstu", embedding_dim=64), batch_size=128, num_tasks=2),
+    "hstu_client": Entry(
+        model=ModelConfig(kind="hstu", embedding_dim=64),
+        batch_size=128,
+        num_tasks=2,
+        stock=("table_wise", "row_wise", "table_wise_loop", "row_wise_loop"),
+        ours=("ours", "ours_loop", "ours_plain", "rows:1"),
+    ),
     "hstu_long": _LONG,
     "hstu_long_64": replace(_LONG, model=ModelConfig(kind="hstu", embedding_dim=64)),
 }
