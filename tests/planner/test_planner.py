@@ -275,11 +275,16 @@ def test_a_plan_that_does_not_fit_gives_way_to_torchrecs_proposers(
     assert set(planner.explain()["placement"]) == {"table_wise"}
     assert plan.plan["pooled"]["b"].sharding_type == "row_wise"  # type: ignore[index]
     assert planner._num_proposals > 1
-    with_room = hot_cold_planner(topology(), **asked)  # type: ignore[arg-type]
-    placed = with_room.plan(Model(), [AbleSharder()]).plan["pooled"]
-    assert {each.sharding_type for each in placed.values()} == {"table_wise"}  # type: ignore[attr-defined]
     warned = [each for each in caplog.records if "does not fit into memory" in each.getMessage()]
     assert [(w.name, w.levelno) for w in warned] == [("torchrec_picasso.planner", logging.WARNING)]
+    said = r"tables need [\d,]+ bytes of ddr on rank 0, .* is table 'b' .* to at least ([\d,]+)"
+    found = re.search(said, warned[0].getMessage())
+    assert found is not None
+    sufficient = int(found.group(1).replace(",", ""))
+    for cap, whole in ((sufficient, {"table_wise"}), (sufficient - 2, {"table_wise", "row_wise"})):
+        small = Topology(world_size=2, compute_device="cpu", ddr_cap=cap, local_world_size=2)
+        placed = hot_cold_planner(small, **asked).plan(Model(), [AbleSharder()])  # type: ignore[arg-type]
+        assert {each.sharding_type for each in placed.plan["pooled"].values()} == whole  # type: ignore[attr-defined]
 
 
 def test_tables_that_are_not_named_take_what_torchrec_rates_fastest() -> None:

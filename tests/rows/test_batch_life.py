@@ -137,8 +137,11 @@ def _train(
             for (pooled_M, _), expected_M in zip(pooled_K, expected_K):
                 torch.testing.assert_close(pooled_M, expected_M)
         for part in reversed(range(num_parts)):
-            for summed, grads_K in zip(gradients, found):
+            for group, summed, grads_K in zip(world.groups, gradients, found):
+                free_M = [len(buffers._free) for buffers in group.buffers_M]
                 summed.add(part, grads_K[part][1])
+                # a row buffer of sums would be idle in forward
+                assert free_M == [len(buffers._free) for buffers in group.buffers_M]
             for wave in waves if part == 0 else [None]:
                 _everywhere(gradients, partial(BatchGradients.send, chunk=part, wave=wave))
         for wave in waves:

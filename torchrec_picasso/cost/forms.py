@@ -13,9 +13,9 @@ from torchrec_picasso.placement import FORMS, Form
 EXCHANGES: Mapping[Form, type[Exchange]] = {"rows": Exchange, "bags": Exchange, "node_rows": ByHost}
 
 _MARK_BYTES, _COUNT_BYTES = 1, 4  # of a home row
-_MATRICES = (2.75, 4.1)
+_MATRICES = (2.75, 3.5)
 """Rows held at the peak of a step, per distinct row of the batch: of a whole batch, and in
-micro-batches. Two or three matrices with their slack, and rows that are being sent."""
+micro-batches. Two matrices with their slack, in micro-batches sums too, and rows that are sent."""
 _LOOKUP_BYTES = (100, 170)
 """Of ids and positions, per lookup, in the same two cases. Predictions of sequences and of pooled
 tables are within 10 % of measured peaks (``benchmarks.sequence_memory``, docs/dev/log.md)."""

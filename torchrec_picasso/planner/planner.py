@@ -158,24 +158,28 @@ class HotColdPlanner(EmbeddingShardingPlanner):
         try:
             try:
                 plan = super().plan(module, sharders)
-            except PlannerError:
+            except PlannerError as error:
                 _LOGGER.warning(
-                    "the plan with the shortest predicted step does not fit into memory; "
-                    "TorchRec's proposers search for another plan"
+                    "the plan with the shortest predicted step does not fit into memory, so "
+                    "TorchRec's proposers search for another plan: %s",
+                    self._shortage(error),
                 )
                 self._enumerator.only_decided = self._enumerator.has_spare_memory = False
                 plan = super().plan(module, sharders)
         except PlannerError as error:
-            space = self._enumerator.last_stored_search_space or []
-            left = self._storage_reservation.last_reserved_topology
-            why = explain_shortage(space, self._topology, left or self._topology)
-            raise (why or error) from error
+            raise self._shortage(error) from error
         finally:
             self._enumerator.only_decided = only_decided
             self._enumerator.has_spare_memory = True
         if self._enumerator.decision is not None:
             _log(self._enumerator.decision)
         return plan
+
+    def _shortage(self, error: PlannerError) -> Exception:
+        """Returns the error that names the rank, the need and what would fit, else TorchRec's."""
+        space = self._enumerator.last_stored_search_space or []
+        left = self._storage_reservation.last_reserved_topology
+        return explain_shortage(space, self._topology, left or self._topology) or error
 
     def collective_plan(
         self,

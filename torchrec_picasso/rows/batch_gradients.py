@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchrec_picasso.exchange.packed import HotReduction, Payload
 from torchrec_picasso.exchange.waiting import Pending
-from torchrec_picasso.rows.group import Matrices, RowBuffers, RowGroup
+from torchrec_picasso.rows.group import Matrices, RowGroup
 from torchrec_picasso.rows.request import RowLayout
 from torchrec_picasso.rows.route import IncomingRequests, PackLayout
 from torchrec_picasso.storage.row_storage import TouchedHot
@@ -31,7 +31,6 @@ class BatchGradients:
         self._group = group
         self.layout = layout
         self._sums_M: list[Tensor | None] = [None] * len(layout.num_rows_M)
-        self._own_sums: list[tuple[RowBuffers, Tensor]] = []  # to be released
         # One matrix per pack, shape (m, D): gradients of home rows, then sums for touched replicas.
         buffers_P = [group.buffers_M[pack.matrix] for pack in layout.packs]
         num_rows_P = [pack.served.num_rows + pack.touched.slots_t.numel() for pack in layout.packs]
@@ -109,9 +108,9 @@ class BatchGradients:
         """Returns the sums ``(R, D_m)`` of a matrix; zeros if no micro-batch ran backward."""
         sums = self._sums_M[matrix]
         if sums is None:
-            buffers = self._group.buffers_M[matrix]
-            sums = self._sums_M[matrix] = buffers.take(self.layout.num_rows_M[matrix]).zero_()
-            self._own_sums.append((buffers, sums))
+            # no row buffer: a third one would be idle in forward, when a step holds the most
+            shape = self.layout.num_rows_M[matrix], self._group.plan.dim_M[matrix]
+            sums = self._sums_M[matrix] = torch.zeros(shape, device=self._group.device)
         return sums
 
     def arrived(self, p: int) -> tuple[IncomingRequests, TouchedHot, Tensor]:
@@ -134,9 +133,7 @@ class BatchGradients:
             return False
         self._arrived_P.release()
         self._relayed_P.release()
-        for buffers, sums in self._own_sums:
-            buffers.release(sums)
-        self._sums_M, self._own_sums = [None] * len(self._sums_M), []
+        self._sums_M = [None] * len(self._sums_M)
         return True
 
 
