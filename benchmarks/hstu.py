@@ -4,8 +4,8 @@
 
 Bytes and steps are measured by `benchmarks.scoreboard --only hstu_long`, under
 TrainPipelineSparseDist, ours under its own; memory by `benchmarks.sequence_memory`, of a step of
-one table; lookups that each of four ranks serves are counted by `benchmarks.hstu_losses`, and do
-not depend on the tables' dim. Equal files give an equal picture.
+one table; lookups that each of four ranks serves are counted by `benchmarks.hstu_losses`. Equal
+files give an equal picture.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read() -> dict[str, dict[str, float]]:
     """Returns the figures of each panel, by plan."""
     variants = _kept("hstu_long")["variants"]
-    served = _kept("hstu_losses_64")["served_lookups"]
+    served = _kept("hstu_losses")["served_lookups"]
     held = _kept("sequence_memory")["found"]
     stock = dict(zip(STOCK, STOCK))
     trained = {**stock, "ours": "ours"}
