@@ -4,8 +4,8 @@
 
 Bytes and steps are measured by `benchmarks.scoreboard --only hstu_long`, under
 TrainPipelineSparseDist, ours under its own; memory by `benchmarks.sequence_memory`, of a step of
-one table; the load of the busiest of four ranks is predicted by `torchrec-picasso plan` for
-`benchmarks/simulations/hstu_long.yaml`. Equal files give an equal picture.
+one table; lookups that each of four ranks serves are counted by `benchmarks.hstu_losses`. Equal
+files give an equal picture.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import matplotlib
 
 from benchmarks.command import SVG_OPTIONS, SVG_STYLE, command_parser
 from torchrec_picasso.app.cli.outputs import OURS_COLOR, STOCK_COLOR, new_picture, save_picture
+from torchrec_picasso.cost.stock import over_mean
 
 RESULTS = Path(__file__).parent / "results"
 STOCK = ("row_wise", "table_wise", "column_wise")
@@ -44,11 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read() -> dict[str, dict[str, float]]:
     """Returns the figures of each panel, by plan."""
     variants = _kept("hstu_long")["variants"]
-    over = _kept("plan_hstu_long")["summary"]["busiest_over_mean"]
+    served = _kept("hstu_losses")["served_lookups"]
     held = _kept("sequence_memory")["found"]
     stock = dict(zip(STOCK, STOCK))
     trained = {**stock, "ours": "ours"}
-    planned = {**stock, "ours": "served_bytes"}
+    counted = {**stock, "ours": "all_rows"}
     recorded = {**stock, "ours": "ours:1:ahead"}
     sent = {plan: variants[n]["metered_bytes_per_step"] / 1e6 for plan, n in trained.items()}
     step_ms = {plan: variants[name]["step_ms"][1] for plan, name in trained.items()}
@@ -56,8 +57,8 @@ def read() -> dict[str, dict[str, float]]:
     return {
         "measured:\nMB sent per rank": sent,
         "measured:\nms a step": step_ms,
-        "predicted, 4 ranks:\nbusiest over mean": {
-            plan: over[name] for plan, name in planned.items()
+        "lookups served, 4 ranks:\nbusiest over mean": {
+            plan: over_mean(served[name]) for plan, name in counted.items()
         },
         "measured, one table:\npeak of a step, MB": peaks,
     }

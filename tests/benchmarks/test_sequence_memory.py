@@ -1,4 +1,4 @@
-"""The predicted memory of a step is what ranks hold: hot rows, and relays of rows by host."""
+"""The predicted memory of a step is what ranks hold: hot rows, micro-batches, relays by host."""
 
 import pytest
 
@@ -9,10 +9,11 @@ SIZES = "--samples 256 --history 64 --dim 16 --rows 40000"
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "options"), [(4, "--ranks-per-host 2"), (2, "--hot-rows 20000")]
+    ("num_ranks", "num_parts", "options"),
+    [(4, 1, "--ranks-per-host 2"), (2, 1, "--hot-rows 20000"), (2, 4, "--hot-rows 20000")],
 )
-def test_ranks_hold_what_is_predicted(num_ranks: int, options: str) -> None:
+def test_ranks_hold_what_is_predicted(num_ranks: int, num_parts: int, options: str) -> None:
     sizes = _parser().parse_args(f"{SIZES} {options}".split())
-    ranks = run_ranks(measure, num_ranks, "ours:1:ahead", sizes, timeout_s=300)
+    ranks = run_ranks(measure, num_ranks, f"ours:{num_parts}:ahead", sizes, timeout_s=300)
     peaks = [rank["peak_bytes"] for rank in ranks]
     assert ranks[0]["predicted_bytes"] == pytest.approx(peaks, rel=0.1)

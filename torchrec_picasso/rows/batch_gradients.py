@@ -110,7 +110,8 @@ class BatchGradients:
         if sums is None:
             # no row buffer: a third one would be idle in forward, when a step holds the most
             shape = self.layout.num_rows_M[matrix], self._group.plan.dim_M[matrix]
-            sums = self._sums_M[matrix] = torch.zeros(shape, device=self._group.device)
+            sums = torch.zeros(shape, dtype=torch.float32, device=self._group.device)
+            self._sums_M[matrix] = sums
         return sums
 
     def arrived(self, p: int) -> tuple[IncomingRequests, TouchedHot, Tensor]:
