@@ -479,7 +479,7 @@ PROGRAMS = {
         head=InBackward, fails=True, refusal="dense parameters have optimizers that step in"
     ),
     "loss without a graph": Program(
-        head=NO_GRAPH, fails=True, refusal="RuntimeError on the whole batch"
+        head=NO_GRAPH, fails=True, refusal="grad_fn. Micro-batches cannot be compared with it"
     ),
     "unused parameters of a static graph": Program(head=Unused, optimizer=_decaying(_Zeroing)),
     "unused parameters": Program(

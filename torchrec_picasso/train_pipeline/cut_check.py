@@ -78,6 +78,8 @@ _ADVICE = (
     "is not; loss_reduction='sum' or 'ratio' if it is one), or the model computes over the batch "
     "(its own statistics, negatives of the same batch). Use num_micro_batches=1"
 )
+_UNCOMPARED = "Micro-batches cannot be compared with it; use num_micro_batches=1"
+"""Advice where the whole batch raises, by the model's own error or because it cannot be copied."""
 
 
 class _Cut:
@@ -232,7 +234,8 @@ class CutEvidence:
             except Exception as error:  # any error of a user's model
                 # the message quotes sizes, since a torn batch has other sizes than the step's
                 raised = f"{type(error).__name__} {way}, of {cut.sizes_K} samples: {error}"
-                return f"{raised.rstrip('.')}. {_ADVICE}"
+                advice = _UNCOMPARED if whole is None else _ADVICE
+                return f"{raised.rstrip('.')}. {advice}"
             if still.drawn:
                 return (
                     f"the model is random by itself or communicates ({', '.join(still.drawn)}), so "
