@@ -39,6 +39,7 @@ from torchrec_picasso.app.runs.trainer import Trainer
 from torchrec_picasso.app.runs.wire_meter import WireMeter
 from torchrec_picasso.app.zoo.data.source import BatchSource
 from torchrec_picasso.placement import Form, HotColdParams
+from torchrec_picasso.schedule.schedule import NUM_BATCHES
 from torchrec_picasso.train_pipeline.micro_batch_policy import is_due
 
 _SETTLE_S = 0.02
@@ -159,6 +160,8 @@ class Runner:
             self.train(1)
         else:
             raise AssertionError(f"{self.variant.name} chose nothing in {_CHOICE_STEPS} steps")
+        if self.variant.chooses:
+            self.train(NUM_BATCHES)  # those in flight have the last setting that was tried
         if (schedule_used(self.variant, self._pipeline)[0] or 1) > 1:
             self.train(steps_past_checks(len(self._losses), num_ahead))
 
