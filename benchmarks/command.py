@@ -1,10 +1,14 @@
-"""Helpers of the benchmarks' commands: parsers, numeric options, pictures that do not change."""
+"""Helpers of the benchmarks' commands: parsers, options, pictures that do not change."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any
+
+from torchrec_picasso.app.cli.outputs import check_outputs
+from torchrec_picasso.errors import PicassoError
 
 SVG_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "simulations"}
 """matplotlib's settings for letters as text, and names of parts that do not change."""
@@ -26,6 +30,16 @@ def add_numbers(parser: argparse.ArgumentParser, *options: tuple[str, int, int, 
     for name, default, least, what in options:
         what = f"{what} (default: {default})"
         parser.add_argument(name, type=at_least(least), default=default, metavar="N", help=what)
+
+
+def can_write(args: argparse.Namespace, *names: str) -> bool:
+    """Whether the files of these options can be written; prints why not."""
+    try:
+        check_outputs(args, *names)
+    except PicassoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def at_least(least: int) -> Callable[[str], int]:

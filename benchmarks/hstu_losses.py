@@ -29,19 +29,18 @@ from torchrec.datasets.utils import Batch
 from torchrec.distributed.types import EnumerableShardingSpec, ShardingPlan
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from benchmarks.command import add_numbers, command_parser
+from benchmarks.command import add_numbers, can_write, command_parser
 from benchmarks.fields.plans import Planned, plan_hot_cold, plan_in_parts, plan_table_wise
 from benchmarks.fields.trainer import VariantTrainer
 from benchmarks.fields.variants import VARIANTS
 from benchmarks.fields.zoo import ZooWorkload
 from benchmarks.scoreboard.entries import train_config
 from torchrec_picasso import CommCurves, FrequencyStats
-from torchrec_picasso.app.cli.outputs import check_outputs, write_result
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.config import TrainConfig
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost.stock import over_mean
-from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.frequency.collect import table_configs
 
 MODELS = ("hstu_long", "hstu_long_64")
@@ -149,10 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     quiet_upstream()
-    try:
-        check_outputs(args, "out")
-    except PicassoError as error:
-        print(f"error: {error}", file=sys.stderr)
+    if not can_write(args, "out"):
         return 2
     moved = [(f"stock, moved, seed {seed}", STOCK[0], seed) for seed in range(1, args.seeds + 1)]
     runs = [("stock", STOCK[0], 0), ("ours", OURS, 0), *moved]

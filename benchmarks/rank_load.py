@@ -27,9 +27,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.command import at_least, command_parser
+from benchmarks.command import at_least, can_write, command_parser
 from benchmarks.first_use.streams import STREAMS, read_stream
-from torchrec_picasso.app.cli.outputs import check_outputs, write_result
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.stock import over_mean
@@ -62,10 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     quiet_upstream()
-    try:
-        check_outputs(args, "out")
-    except PicassoError as error:
-        print(f"error: {error}", file=sys.stderr)
+    if not can_write(args, "out"):
         return 2
     found: list[dict[str, object]] = []
     left_out: list[str] = []

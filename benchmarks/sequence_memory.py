@@ -43,7 +43,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from benchmarks.command import add_numbers, command_parser
+from benchmarks.command import add_numbers, can_write, command_parser
 from torchrec_picasso import (
     FrequencyStats,
     HotColdEmbeddingCollectionSharder,
@@ -51,11 +51,10 @@ from torchrec_picasso import (
     InterleavedTrainPipeline,
     hot_cold_planner,
 )
-from torchrec_picasso.app.cli.outputs import check_outputs, write_result
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost.forms import hot_cold_memory_bytes
-from torchrec_picasso.errors import PicassoError
 from torchrec_picasso.planner.decision import Decision
 from torchrec_picasso.planner.explain import summarize
 
@@ -261,10 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     quiet_upstream()
-    try:
-        check_outputs(args, "out")
-    except PicassoError as error:
-        print(f"error: {error}", file=sys.stderr)
+    if not can_write(args, "out"):
         return 2
     found = {}
     for variant in args.variants:

@@ -28,10 +28,10 @@ import itertools
 import sys
 from collections.abc import Sequence
 
-from benchmarks.command import at_least, command_parser
+from benchmarks.command import at_least, can_write, command_parser
 from benchmarks.first_use.compare import Found, compare
 from benchmarks.first_use.streams import STREAMS, read_stream
-from torchrec_picasso.app.cli.outputs import check_outputs, write_result
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.errors import PicassoError
 
@@ -50,10 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     quiet_upstream()
-    try:
-        check_outputs(args, "out")
-    except PicassoError as error:
-        print(f"error: {error}", file=sys.stderr)
+    if not can_write(args, "out"):
         return 2
     found: list[Found] = []
     left_out: list[str] = []

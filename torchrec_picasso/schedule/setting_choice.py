@@ -7,9 +7,9 @@ the numbers explicitly to repeat a run bit for bit.
 
 Step times over micro-batches K have one minimum: exposed communication shrinks like 1 / K, and
 every micro-batch has a fixed cost. So the search begins with the number that the plan was priced
-for, halves it while steps get faster, and doubles it if halving did not help. A larger K is tried
-only from the fastest K so far. Lookahead is switched off for whole batches only: with more
-micro-batches, no lookahead was never faster by more than 3 % in alternating runs.
+for, halves it while steps get faster, and, if that did not clearly help, doubles it in the same
+way. Lookahead is switched off for whole batches only: with more micro-batches, no lookahead was
+never faster by more than 3 % in alternating runs.
 
 A few steps find the neighbourhood of the minimum only, and those of the first setting are still
 warming up. So the two fastest settings run again if their times are near each other; the median of
@@ -241,9 +241,10 @@ class SettingChoice:
     @property
     def _fastest(self) -> Setting:
         """The fastest setting so far; the first setting if no setting is clearly faster."""
-        return min(self._rivals, key=self._rank)
+        return min(self._rivals, key=self._compared_s)
 
-    def _rank(self, setting: Setting) -> float:
+    def _compared_s(self, setting: Setting) -> float:
+        """Returns a time, less for the first setting: it stays unless one is clearly faster."""
         return self._times_s[setting] * (_FASTER if setting == self._first else 1.0)
 
     def _walk(self) -> Iterator[tuple[Setting, int]]:
@@ -295,7 +296,7 @@ class SettingChoice:
     def _compare_again(self) -> Iterator[tuple[Setting, int]]:
         """Yields longer runs of the two fastest settings, the second first, if their times are near
         each other; the medians of their steps become their times."""
-        rivals = sorted(self._tried, key=self._rank)[:2]
+        rivals = sorted(self._tried, key=self._compared_s)[:2]
         if self._times_s[rivals[-1]] > _NEAR * self._times_s[rivals[0]]:
             return
         self._rivals, self._last_steps_s = rivals, {}
