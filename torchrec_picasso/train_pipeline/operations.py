@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -126,7 +127,7 @@ class Operations:
             layouts = [each.rows.layout for each in inflight.groups]
             batches = [inflight.batch, *inflight.micro_batches_K]
             ahead = self.pipelined.made_ahead.tensors(inflight.context)
-            self._id_stream.hand_over(batches, [*ahead, *tensors_in(layouts)])
+            self._id_stream.hand_over(batches, chain(ahead, tensors_in(layouts)))
 
     def _send_header(self, inflight: InFlightBatch) -> None:
         """Starts a :class:`.RowRequest` of each module group, and the input dists of plain modules;

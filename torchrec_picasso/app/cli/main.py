@@ -10,6 +10,8 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from torchrec_picasso.app.cli.arguments import make_parser
+from torchrec_picasso.app.launch.environment import KEEPS_FREED_MEMORY
+from torchrec_picasso.app.launch.torchrun import under_torchrun
 from torchrec_picasso.compat import FBGEMM_OF_TORCH, SUPPORTED_TORCH
 from torchrec_picasso.errors import ConfigError, PeerError, PicassoError
 from torchrec_picasso.version import __version__
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             args = make_parser(__version__).parse_args(argv)
-            os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the ranks
+            _set_variables_of_ranks()
             return _run(args)
         finally:
             sys.stdout.flush()
@@ -38,6 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return _say("interrupted", _EXIT_INTERRUPTED)
+
+
+def _set_variables_of_ranks() -> None:
+    """Sets, unless they are set, the variables that spawned ranks inherit."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not under_torchrun():  # its ranks run already
+        for name, value in KEEPS_FREED_MEMORY.items():
+            os.environ.setdefault(name, value)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Versions and hardware, saved with every measurement."""
+"""The allocator of host memory, versions and hardware, saved with every measurement."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from importlib import metadata
 from pathlib import Path
 
 from torchrec_picasso.version import __version__
+
+KEEPS_FREED_MEMORY = {
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+}
+"""Variables of glibc, read when a process starts: freed memory stays with the process. By default
+large blocks are mapped, and filled with zeros, again in each step."""
 
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyarrow")
 
@@ -24,6 +31,7 @@ def describe_environment() -> dict[str, str | int]:
         "num_cpus": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count() or 0,
+        "allocator": _allocator(),
     }
     for name in _PACKAGES:
         try:
@@ -31,6 +39,17 @@ def describe_environment() -> dict[str, str | int]:
         except metadata.PackageNotFoundError:
             continue
     return environment
+
+
+def _allocator() -> str:
+    """What changes the allocator of host memory: settings of glibc, a library loaded before it."""
+    found = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"
+    ]
+    preloaded = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
+    return " ".join([*found, *(Path(each).name for each in preloaded)]) or "defaults"
 
 
 def _cpu_name() -> str:
