@@ -184,6 +184,8 @@ class HotSlots:
     def by_pack(self, bits_X: np.ndarray) -> list[np.ndarray]:
         """Lists the hot slots whose bit is set in words of :func:`bits_to_words`, on the host.
         Slots of each pack ascend and are counted from 0 in the pack."""
+        if not bits_X.size:
+            return [np.empty(0, np.int64)] * (len(self.start_P1) - 1)
         slot_s = np.unpackbits(bits_X.view(np.uint8), bitorder="little").nonzero()[0]
         # slot_s ascends over all packs: find each pack's range, then count from 0 in the pack.
         edges_P1 = np.searchsorted(slot_s, self.start_P1).tolist()

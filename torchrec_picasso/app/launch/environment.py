@@ -42,7 +42,7 @@ def describe_environment() -> dict[str, str | int]:
 
 
 def _allocator() -> str:
-    """What changes the allocator of host memory: settings of glibc, a library loaded before it."""
+    """Settings of the allocator of host memory: those of glibc, and libraries loaded before it."""
     found = [
         f"{name}={value}"
         for name, value in sorted(os.environ.items())
