@@ -4,6 +4,7 @@ file that planning reads; ``doctor``: five lines within 20 s. What cannot be use
 
 import dataclasses
 import importlib.util
+import os
 import re
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torchrec_picasso.app.cli import doctor
 from torchrec_picasso.app.cli import main as command_line
 from torchrec_picasso.app.cli.main import main
 from torchrec_picasso.app.config import load_config
+from torchrec_picasso.app.launch.environment import KEEPS_FREED_MEMORY, describe_environment
 from torchrec_picasso.app.zoo.registry import build_model, make_source
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import COLLECTIVES
@@ -218,3 +220,18 @@ def test_what_does_not_load_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_one_rank_has_no_link(capsys: Capture) -> None:
     message = error_of(["doctor", "--ranks", "1"], capsys)
     assert message == "--ranks: expected at least 2, which share a link, got 1"
+
+
+@pytest.mark.parametrize("given", [{}, {"MALLOC_TRIM_THRESHOLD_": "7"}, {"RANK": "0"}], ids=str)
+def test_ranks_that_a_command_starts_keep_freed_memory(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    others = {name: os.environ[name] for name in os.environ if name not in KEEPS_FREED_MEMORY}
+    monkeypatch.setattr(os, "environ", {**others, **given})
+    error_of(["convert", "--checkpoint", "none", "-o", "none.pt"], capsys)
+    # torchrun has started its ranks
+    expected = {} if "RANK" in given else {**KEEPS_FREED_MEMORY, **given}
+    found = {name: os.environ[name] for name in KEEPS_FREED_MEMORY if name in os.environ}
+    assert found == expected
+    said = describe_environment()["allocator"]
+    assert ("MALLOC_MMAP_THRESHOLD_=1073741824" in str(said)) == bool(expected)
