@@ -79,6 +79,7 @@ def _job(num_hot: int) -> Job:
 
 def _metered(rank: int, world_size: int) -> dict[tuple[int, int, str], dict[str, int]]:
     all_to_all._SMALL_BYTES = 0  # in this process: messages, which are told apart from flags
+    all_to_all._SMALL_S = 0.0
     steps = make_steps()
     mine = [steps.batches(step)[rank] for step in range(len(steps))]
     found = {}

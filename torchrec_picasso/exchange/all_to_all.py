@@ -7,8 +7,8 @@ rows and gradients on the wire are chosen in one place. Rows and gradients use T
 gloo's own all-to-all posts its sends before its receives. A late rank therefore writes its data
 ahead of the notice that it is ready to receive, on the same connection: the link carries one
 direction at a time. Messages between pairs of ranks, with receives posted first, use both. Small
-exchanges take gloo's all-to-all, which a thread of the process group posts: it costs less CPU time
-up to 64 KiB a pair (docs/decisions/gloo_messages.md).
+exchanges take gloo's all-to-all, which a thread of the process group posts and which costs less CPU
+time; the faster the link, the larger they may be (docs/decisions/gloo_messages.md).
 
 Messages between two ranks of one group share a connection and arrive in start order: a small one
 waits for every byte started before. All-to-alls and flags therefore have gloo groups of their own.
@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -54,9 +55,12 @@ _NICE = 5
 """A higher value frees more of the core, but leaves the link idle where communication dominates."""
 _MOST_NICE = 19
 
-_SMALL_BYTES = 1 << 18
-"""Bound of an exchange that takes gloo's all-to-all; a rank sends about a quarter of its bound: a
-row once for its lookups, and none that it stores."""
+_SMALL_BYTES, _SMALL_S = 1 << 18, 0.016
+"""Bound of an exchange that takes gloo's all-to-all: so many bytes, or as many as cross the link in
+this time. A rank sends about a quarter of its bound: a row once for its lookups, and none that it
+stores."""
+_PROBE_BYTES, _PROBES = 1 << 20, 3
+"""Bytes of a rank in each exchange that measures the link; the first one waits for late ranks."""
 
 _TAGS = range(1 << 28, (1 << 28) + (1 << 20))
 """Far from the small tags of users' own messages."""
@@ -121,7 +125,7 @@ class Ranks:
         by_gloo = input_n.device.type == "cpu" and is_on_gloo(pg)
         if by_gloo:
             connect(pg)
-        if by_gloo and most_sent * input_n.element_size() > _SMALL_BYTES:
+        if by_gloo and most_sent * input_n.element_size() > _traffic[pg].small_bytes:
             works = _start_messages(_traffic[pg], output_m, input_n, *sizes)
             return _Exchange(_traffic[pg], works)
         group = _traffic[pg].group if by_gloo else pg
@@ -157,8 +161,27 @@ class _Traffic:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        self.small_bytes = _small_bytes(group)  # equal on all ranks
         self.tags = cycle(_TAGS)  # equal on all ranks, and different for exchanges in progress
         self.in_flight: deque[_Exchange] = deque()
+
+
+def _small_bytes(group: dist.ProcessGroup) -> int:
+    """Returns the bound of exchanges that take gloo's all-to-all, measured by such exchanges: the
+    fastest of each rank, of these the slowest. Collective."""
+    size = group.size()
+    if size == 1:
+        return _SMALL_BYTES
+    sent_Wn = torch.zeros(size, _PROBE_BYTES // size, dtype=torch.uint8, device="cpu")
+    received_Wn, times_s = torch.empty_like(sent_Wn), []
+    for _ in range(_PROBES):
+        start_s = time.perf_counter()
+        dist.all_to_all_single(received_Wn, sent_Wn, group=group)
+        times_s.append(time.perf_counter() - start_s)
+    slowest_s = torch.tensor(min(times_s[1:]), dtype=torch.float64, device="cpu")
+    dist.all_reduce(slowest_s, dist.ReduceOp.MAX, group=group)
+    num_bytes = sent_Wn[0].nbytes * (size - 1)
+    return max(_SMALL_BYTES, int(num_bytes * _SMALL_S / float(slowest_s)))
 
 
 _traffic: WeakKeyDictionary[dist.ProcessGroup, _Traffic] = WeakKeyDictionary()
