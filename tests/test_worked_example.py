@@ -203,7 +203,7 @@ def _layout_lines(packs: Sequence[PackLayout], fetched: Sequence[Tensor]) -> Lin
 
     ranks = range(NUM_RANKS)
     return {
-        "home rows asked of it (chunk 0 / chunk 1)": _each(
+        "home row numbers asked of it (chunk 0 / chunk 1)": _each(
             packs,
             lambda p: _join(
                 *_cut(p.requests.home_row_numbers_n, map(p.served.slice_of, range(NUM_PARTS)))

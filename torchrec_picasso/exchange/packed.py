@@ -1,8 +1,8 @@
-"""One collective for all packs: an all-to-all of ids, rows or gradients, a sum of hot gradients.
+"""One collective for all packs: all-to-all of row numbers, rows, gradients; sum of hot gradients.
 
-Callers keep one matrix per pack, or for ids one vector per pack and chunk, with rows grouped by
-rank. The wire requires the opposite nesting: one buffer, grouped by rank and then by matrix. With
-one matrix both layouts are the same memory and nothing is copied. With several, segments are joined
+Callers keep one matrix per pack, or one vector of row numbers per pack and chunk, grouped by rank.
+The wire requires the opposite nesting: one buffer, grouped by rank and then by matrix. With one
+matrix both layouts are the same memory and nothing is copied. With several, segments are joined
 before the exchange and split after it, one pass over the exchanged elements each.
 
 Shape letters: D dim; n rows sent, m received; h hot rows of this rank, t of any rank; P packs, or

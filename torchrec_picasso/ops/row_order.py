@@ -190,7 +190,7 @@ class RowRanges:
         segment_R1 = self.segment_R.to(torch.int64).unsqueeze(1)
         pack_R1 = segment_R1.div(1 + self.world_size, rounding_mode="floor")
         is_cold_R1 = segment_R1 % (1 + self.world_size) > 0
-        # Before a segment there are K - 1 times as many chunks of earlier packs, and its own.
+        # A count with one chunk misses K - 1 chunks of each earlier pack, and k of its own.
         chunk_K = torch.arange(num_chunks, device=device)
         chunks_RK = pack_R1 * (num_chunks - 1) + is_cold_R1 * chunk_K
         segment_RK = segment_R1 + chunks_RK * self.world_size
@@ -298,7 +298,7 @@ def by_pack(values_n: Tensor, rows_P: Sequence[ExchangeSplits]) -> tuple[Tensor,
 
 @dataclass(frozen=True, kw_only=True)
 class FetchOrders:
-    """The packs' rows in fetch order; ``None`` = their request order."""
+    """Fetch orders of wanted and served rows; an order ``None`` = the request order."""
 
     wanted_P: Sequence[ExchangeSplits]
     wanted_order_n: Tensor | None
@@ -306,7 +306,7 @@ class FetchOrders:
     served_P: Sequence[ExchangeSplits]
     served_order_n: Tensor | None
     kept: np.ndarray | None
-    """The int64 numbers that came to the host too."""
+    """The numbers that :meth:`find` copied to the host, int64."""
 
     @staticmethod
     def find(

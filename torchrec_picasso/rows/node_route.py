@@ -39,7 +39,7 @@ from torchrec_picasso.ops.row_order import (
 )
 from torchrec_picasso.ops.sorts import positions_of, sort_by_segment
 from torchrec_picasso.rows.route import IncomingRequests, Relay
-from torchrec_picasso.rows.row_route import IncomingRows, RowRoute, RowsRequest
+from torchrec_picasso.rows.row_route import IncomingRows, RowRoute, RowRouteRequest
 
 
 class NodeRoute(RowRoute):
@@ -79,7 +79,7 @@ class NodeRoute(RowRoute):
         """Returns an entry per home rank in the order of ranks, from that of requests."""
         return counts_WX.index_select(0, self._number_of_rank_W)
 
-    def _request(self, **fields: Any) -> RowsRequest:
+    def _request(self, **fields: Any) -> RowRouteRequest:
         return _Request(**fields)
 
 
@@ -154,7 +154,7 @@ class _MergedRows:
 
 
 @dataclass(kw_only=True)
-class _Request(RowsRequest):
+class _Request(RowRouteRequest):
     """The request for the rows of one batch, and what this rank relays for others."""
 
     route: NodeRoute

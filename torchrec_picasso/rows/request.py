@@ -70,7 +70,7 @@ class RowRequest:
         sizes_K: Samples of each micro-batch; ``None`` = one micro-batch.
         has_data: False for a placeholder after the end of this rank's data.
         validated: The results of :func:`.valid_features` for the batch, in any order; the header
-            reports the lengths that were malformed before.
+            reports repairs.
         prepared: Ids that a data loader read; ids that do not fit are read here again.
     """
 
@@ -160,7 +160,7 @@ class RowRequest:
         return [p for request in self.by_route for p in request.relayed_dirty_mask()]
 
     def send_dirty_mask(self, before: RowRequest) -> None:
-        """Sends the dirty mask, the requested rows that the batch before updates. Collective."""
+        """Tells requesting ranks which of their rows the batch before updates. Collective."""
         payloads: list[Payload] = []
         for request, earlier in zip(self.by_route, before.by_route):
             payloads += request.dirty_mask_payloads(earlier)

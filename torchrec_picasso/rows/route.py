@@ -160,7 +160,7 @@ class IncomingRequests(ABC):
     """Whether the vectors are distinct rows, which may be clean and are then fetched ahead."""
 
     home_row_numbers_n: Tensor
-    """Requested home rows, with repeats: integer, shape ``(n,)``."""
+    """Requested home rows, one for each rank, host or lookup that asks: integer, ``(n,)``."""
     served_by_fetch: ExchangeSplits
     """The sent vectors in fetch order, by exchange and destination rank."""
 

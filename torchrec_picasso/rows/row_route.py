@@ -3,9 +3,9 @@
 The home rank of a row knows from the requests of two batches whether the row is clean, and reports
 it to the requesting rank. So lookahead changes when a row is sent, never its values.
 
-Header words of a pair of ranks: P K counts of cold rows, and bits of hot slots, of which each rank
-computes the union over ranks. If that is fewer bytes, it does so for a W-th of the slots and sends
-the union to all with its row numbers: two bits a slot, however many ranks there are.
+Header words of a pair of ranks: P K counts of cold rows, and bits of hot slots. Each rank unites
+all ranks' bits; or, if this is fewer bytes, those of a W-th of the slots, and sends the union to
+all ranks with its row numbers: two bits a slot, however many ranks there are.
 
 Shape letters: B samples, D dim, F features, K micro-batches and chunks, J segments of bags, M
 matrices, N lookups, P packs, R rows of a matrix, S bags, U unique rows, W ranks, X words of a
@@ -122,7 +122,7 @@ class RowRoute(Route):
         features: KeyedJaggedTensor,
         sizes_K: Sequence[int | None],
         prepared: PreparedIds | None = None,
-    ) -> RowsRequest:
+    ) -> RowRouteRequest:
         """Finds the unique rows of a batch, and puts them in request order."""
         given = (features, sizes_K, features.weights_or_none() is not None)
         if prepared is not None and not self._reader.can_use(prepared, *given):
@@ -161,12 +161,12 @@ class RowRoute(Route):
             groups=groups,
         )
 
-    def _request(self, **fields: Any) -> RowsRequest:
-        return RowsRequest(**fields)
+    def _request(self, **fields: Any) -> RowRouteRequest:
+        return RowRouteRequest(**fields)
 
 
 @dataclass(kw_only=True)
-class RowsRequest(RouteRequest):
+class RowRouteRequest(RouteRequest):
     """The request of this route for one batch; :class:`.RowRequest` joins those of all routes.
 
     Served rows, the dirty mask and the fetch order are one vector each, by pack, chunk and rank, so
@@ -190,9 +190,9 @@ class RowsRequest(RouteRequest):
     _used_P: Sequence[np.ndarray] = field(init=False)
     """Hot slots that this rank's batch uses, counted from 0 in the pack."""
     _touched_X: np.ndarray = field(init=False)
-    """Bits of the hot slots that any rank's batch uses, int64; of those that this rank unites."""
+    """Bits of the hot slots that this rank unites: whether any rank's batch uses one, int64."""
     _parts_X: Tensor | None = None
-    """Such bits of all slots, which arrive with row numbers; ``None`` = this rank unites all."""
+    """The same of all slots, which arrive with row numbers; ``None`` = this rank unites all."""
     _wanted_P: Sequence[ExchangeSplits] = field(init=False)
     """The split of wanted rows in request order; in ``_served_P`` that of served rows."""
     _served_P: Sequence[ExchangeSplits] = field(init=False)
@@ -261,9 +261,9 @@ class RowsRequest(RouteRequest):
             torch._foreach_add_(by_pack(rows_n, self._served_P), self.route.first_rows_P)
         return rows_n
 
-    def dirty_mask_payloads(self, before: RowsRequest) -> list[Payload]:
+    def dirty_mask_payloads(self, before: RowRouteRequest) -> list[Payload]:
         """Returns one uint8 per served row: whether the batch before requested the same row. The
-        mask travels back: to whom row numbers came from."""
+        mask goes to the ranks that asked."""
         asked_P = self._asked_of_homes()
         num_wanted = sum(rows.num_rows for rows in asked_P)
         num_served = self._served_n.numel()

@@ -1,7 +1,7 @@
 """The operations of a schedule and their kinds: collective or not, stream, dependencies.
 
 Schedules, their check and their executor read the properties of operations from this file; the
-method of the same name in ``operations.py`` runs it.
+method ``_<kind>`` of ``Operations`` runs an operation.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _index(compare: Callable[[int, int], bool]) -> Callable[[Op, Op], bool]:
 
 
 def _earlier_batch(op: Op, other: Op) -> bool:
-    """Whether the other works on the batch before; that of the first batch ended earlier."""
+    """Whether the other works on an earlier batch of the step."""
     return op.batch > other.batch and _share_packs(op, other)
 
 

@@ -1,6 +1,6 @@
 """The schedule of a step as data: the order of operations on the in-flight batches.
 
-A step trains one batch, fetches the rows of the next batch, and exchanges the ids of the batch
+A step trains one batch, fetches the rows of the next batch, and sends the row numbers of the batch
 after that. Its schedule is an ordered list of operations, equal on all ranks, so all ranks start
 collectives in the same order. A schedule can be printed, checked and drawn; the pipeline only
 executes it.
@@ -13,8 +13,8 @@ wire.
 Two micro-batches that share no rows (all packs are pooled by their home ranks) run depth first: the
 first one runs forward and backward while the rows of the second arrive, and its gradients are sent
 while the second one computes, so the wire is never idle. Otherwise all run forward, then all
-backward in reverse order. The gradients of the first micro-batch then travel last, and no
-computation hides them; of more than two, it is therefore made small (:func:`.micro_batch_sizes`).
+backward in reverse order. The gradients of chunk 0 then travel last, and no computation hides them;
+more than two micro-batches therefore begin with a small one (:func:`.micro_batch_sizes`).
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def training_schedule(
     """Returns the schedule of a training step.
 
     Exchanges that wait for no update start first and are needed last: the clean rows of the next
-    batch follow the dirty rows of this batch, so the wire is busy during forward; ids are exchanged
-    a step ahead. Without clean rows, the layout of the next batch is built while the last gradients
+    batch follow the dirty rows of this batch, so the wire is busy during forward; row numbers are
+    sent a step ahead. Without clean rows, the next batch's layout is built while the last gradients
     are on the wire. A wait for row numbers that blocks the host comes after the last backward. One
     that blocks the ids' stream alone (``waits_on_stream``) comes before the first: exchanges of an
     accelerator run in the order of their start, and the dirty mask, which the next layout waits
@@ -128,10 +128,10 @@ def training_schedule(
     arrivals = _row_numbers_arrive(AFTER, after or following)
     if waits_on_stream:
         sends, arrivals = sends + arrivals, []
-    # Chunk k's gradients are sent while the micro-batches that run after backward k compute.
+    # Chunk k's gradients travel while the operations after backward k compute.
     if is_depth_first(this, forwards_first):
         ops = [*ahead, forwards[0], Op("backward", THIS, 0)]
-        # After a backward: the header that the ids wait for is behind the rows on the wire.
+        # After a backward: the header that they wait for is behind the rows on the wire.
         ops += [*sends, *_by_wave("send_gradients", THIS, 0, waves), forwards[1]]
     else:
         ops = [*ahead, *forwards, *sends]
@@ -203,7 +203,7 @@ def _for_chunks(kind: str, batch: int, setting: Setting, first: int = 0) -> list
 
 
 def _by_wave(kind: str, batch: int, index: int, waves: Sequence[int | None]) -> list[Op]:
-    """Returns an exchange per wave: one of a single pack needs no copies that join packs."""
+    """Returns an operation for each wave; a wave of one pack is sent without copies."""
     return [Op(kind, batch, index, wave) for wave in waves]
 
 

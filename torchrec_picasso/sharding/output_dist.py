@@ -1,4 +1,4 @@
-"""Waits for rows and pools them on the rank that looked them up; in backward sends gradients.
+"""Waits for rows and pools them on the rank that looked them up; backward computes gradients.
 
 Sequences are not pooled: each lookup gets its row.
 
@@ -84,8 +84,8 @@ class HotColdOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, MicroBatchRo
 
 
 class _PoolArrivals(Function):
-    """Waits for rows and pools them; backward sends the rows' gradients. Bags that their home ranks
-    pooled are returned as views of the rows' memory; the consumer copies them."""
+    """Waits for rows and pools them; backward gives the sink their gradients. Bags that their home
+    ranks pooled are returned as views of the rows' memory; the consumer copies them."""
 
     @staticmethod
     def forward(

@@ -139,8 +139,8 @@ class BatchQueue:
         """Fetches batches until a step has all that it works on, or data has ended. Collective.
 
         As in TorchRec's pipeline, gradients are cleared before the last one is read: ``zero_grad``
-        passes learning rates to FBGEMM, and a user's own may change the model. All ranks raise
-        StopIteration, and the step does not begin, if not all have a batch and all must.
+        passes learning rates to FBGEMM, and a user's own may change the model. Without
+        ``execute_all_batches`` all ranks raise StopIteration before the step if one has no batch.
         """
         self._fetch_up_to(NUM_BATCHES - 1, batches)
         if self._model.training:

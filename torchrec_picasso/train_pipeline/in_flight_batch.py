@@ -29,7 +29,7 @@ class GroupBatch:
     group: ModuleGroup
     request: RowRequest
     rows: BatchRows = field(init=False)
-    """Available, as the gradients, from the layout on, which ends the request."""
+    """Set with the gradients once the layout, the request's result, is built."""
     gradients: BatchGradients = field(init=False)
 
 
@@ -40,8 +40,9 @@ class ModelRun:
     number: int
     """Position among the runs of the batch."""
     forward_at: int
-    """Micro-batch at whose forward in the schedule it runs forward."""
+    """Index of the schedule's forward that it runs in."""
     backward_at: int
+    """Index of the schedule's backward that it runs in."""
     batch: Any
     num_samples: int
     micro_batches: Sequence[int]
@@ -90,13 +91,14 @@ class InFlightBatch(Fetched):
         """The runs of the model, in the order of their samples."""
         if self.is_whole:
             # gradients of rows are sent from the schedule's first backward on
-            return [ModelRun(0, 0, self.order[0], self.batch, self.num_samples, self.filled)]
+            first = self.backward_order[0]
+            return [ModelRun(0, 0, first, self.batch, self.num_samples, self.filled)]
         batches, sizes = self.micro_batches_K, self.sizes_K
         filled = enumerate(self.filled)
         return [ModelRun(number, k, k, batches[k], sizes[k], [k]) for number, k in filled]
 
     @property
-    def order(self) -> Sequence[int]:
+    def backward_order(self) -> Sequence[int]:
         """Micro-batches in the order of the schedule's backwards.
 
         At the last one all ranks reduce dense gradients and run backward of full-batch outputs,
@@ -107,7 +109,7 @@ class InFlightBatch(Fetched):
     @property
     def is_one_backward(self) -> bool:
         """Whether the model runs once, and dense gradients are reduced in its only backward."""
-        return self.is_whole or self.filled == [self.order[-1]]
+        return self.is_whole or self.filled == [self.backward_order[-1]]
 
     def acquire(
         self, indices: Sequence[int], group_batch: GroupBatch, name: str, trains: bool
@@ -165,8 +167,8 @@ class InFlightBatch(Fetched):
         return self.full_outputs[name].part([self.num_samples], 0)
 
     def _keep_full(self, name: str, output: Any) -> None:
-        """Keeps a full-batch output. If any rank may run several backwards, that of the output runs
-        after them on every rank, or collectives would differ in order; else in the only one."""
+        """Keeps a full-batch output. If any rank may run several backwards, all ranks run that of
+        the output last, so that collectives have one order; else it is part of the only one."""
         is_in_backward = self.is_whole or self.setting.num_micro_batches == 1
         keep = UnsplitOutput if is_in_backward else FullBatchOutput
         self.full_outputs[name] = keep(output, name)

@@ -101,7 +101,7 @@ class InterleavedSteps(Steps):
     def _take_over(self, batch: Any, context: TrainPipelineContext) -> None:
         """Takes over the sharded modules of the model. Collective."""
         found = self._trace(batch, context)
-        # batches in flight were read by the facts of the first batch
+        # batches in flight stay grouped by the facts that they were read by
         known = self._pipelined.first_batch if len(self._queue) and self._pipelined else None
         found.examine_first_batch(batch, context, known)
         try:

@@ -154,9 +154,9 @@ class Operations:
 
     # waits for the row numbers; then home ranks know the requested rows
     _receive_row_numbers = _for_each_group(lambda each: each.request.receive_row_numbers)
-    # starts to fetch the rows that the batch before does not update
+    # starts to fetch the clean rows of all chunks
     _fetch_clean = _for_each_group(lambda each: each.rows.fetch_clean)
-    # starts to fetch the other rows of one chunk
+    # starts to fetch the dirty rows of one chunk
     _fetch_dirty = _for_each_group(lambda each: each.rows.fetch_dirty)
     # reads replicas into the batch's row matrices
     _read_hot = _for_each_group(lambda each: each.rows.read_hot)
@@ -220,7 +220,7 @@ class Operations:
         """
         program, model = self.program, self.program.model
         run = next((run for run in inflight.runs if run.backward_at == index), None)
-        is_last = index == inflight.order[-1]
+        is_last = index == inflight.backward_order[-1]
         if is_last and not inflight.is_one_backward:
             announce_last_backward(model)
             if run is None:
