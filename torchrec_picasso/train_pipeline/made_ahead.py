@@ -4,8 +4,8 @@ A slice runs on the whole batch when the batch is read. The model's forward of a
 the results of the slice's operators instead of computing them again, and each module checks that it
 is called with the input that was made ahead, since state may have changed. Micro-batches get their
 parts of what the whole batch's input looked up, as in a plain loop. The slice runs on each of them
-too, for its other layers and the same check; a batch whose input is not that of its parts is not
-cut, unless a proof shows that only tables get it.
+too, for its other layers and the same check, which results of the whole batch would not allow; a
+batch whose input is not that of its parts is not cut, unless a proof shows that only tables get it.
 """
 
 from __future__ import annotations
