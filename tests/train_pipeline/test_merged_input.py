@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -42,7 +43,8 @@ from tests.train_pipeline.programs import (
 )
 from torchrec_picasso import CompatError, InterleavedTrainPipeline
 from torchrec_picasso.batches.split import split_batch
-from torchrec_picasso.train_pipeline.batch_watch import WRITES
+from torchrec_picasso.train_pipeline import made_ahead
+from torchrec_picasso.train_pipeline.batch_watch import WRITES, BatchWatch
 from torchrec_picasso.train_pipeline.equal_rows import are_uneven
 
 
@@ -514,6 +516,34 @@ def test_batches_are_cut_by_default_if_only_tables_get_what_is_made() -> None:
         assert not [kind for kind in CUT if "batches are whole" in summaries[kind]]
         assert "batches are whole: " in summaries[Beside]
         assert "max at " + __file__ in summaries[Beside]
+
+
+def _watched(rank: int, world_size: int) -> list[list[str]]:
+    """Names of the functions that each watch is told of."""
+    watched: list[list[str]] = []
+
+    class Noting(BatchWatch):
+        def __init__(self, batch: Any) -> None:
+            super().__init__(batch)
+            watched.append([])
+
+        def note(self, function: Any) -> None:
+            is_property = function.__name__ == "__get__"
+            watched[-1].append((function.__self__ if is_property else function).__name__)
+            super().note(function)
+
+    model = build(Merged(Head), ())
+    pipeline = InterleavedTrainPipeline(model, dense_optimizer(model), CPU, num_micro_batches=4)
+    with mock.patch.object(made_ahead, "BatchWatch", Noting):
+        runs.run_to_the_end(pipeline, iter([batch_of(rank, step) for step in range(STEPS)]))
+    return watched
+
+
+def test_a_slice_runs_once_per_batch_and_micro_batch_and_nothing_else_is_recorded() -> None:
+    for watched in run_once(_watched, 2):
+        assert len(watched) == STEPS * (1 + 4) + 1  # an empty batch is read after the last
+        assert {names.count("cat") for names in watched} == {2}
+        assert not any("_version" in names for names in watched)
 
 
 def _per_candidate(self: Head, out: Tensor, batch: Batch) -> JaggedTensor:

@@ -40,7 +40,7 @@ class BatchWatch:
             for path, value in _members_of(batch)
         }
         self._tensors = [each for each in self._members.values() if isinstance(each, Tensor)]
-        # reading a version is no operator, which made_ahead.py would record
+        # asked once; a version is read after each function of the model
         self._versioned = [each for each in self._tensors if not each.is_inference()]
         self._versions = [each._version for each in self._versioned]
         self._copies: list[Tensor] | None = None

@@ -4,8 +4,8 @@ A slice runs on the whole batch when the batch is read. The model's forward of a
 the results of the slice's operators instead of computing them again, and each module checks that it
 is called with the input that was made ahead, since state may have changed. Micro-batches get their
 parts of what the whole batch's input looked up, as in a plain loop. The slice runs on each of them
-too, for its other layers and the same check; a batch whose input is not that of its parts is not
-cut, unless a proof shows that only tables get it.
+too, for its other layers and the same check, which results of the whole batch would not allow; a
+batch whose input is not that of its parts is not cut, unless a proof shows that only tables get it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ from torchrec_picasso.train_pipeline.input_slice import (
 
 _KEY = "input slices"
 """Key of :class:`_SliceResults` among the results that TorchRec's context of a batch keeps."""
+
+_ASKING = ("__get__", "numel", "size", "dim")
+"""Names of functions that read properties of a tensor, such as its shape: they compute nothing."""
 
 
 class _Step(BaseArgInfoStep):
@@ -134,15 +137,18 @@ class MadeAhead:
         """Makes the input of a module. Nodes that slices share run once per batch."""
         if self.is_of_other_mode(self._context):
             del self._context.postproc_fwd_results[_KEY]
-        kept = self._context.postproc_fwd_results
-        return self._make(name, batch, kept.setdefault(_KEY, self._new_results()))
+        results = self._context.postproc_fwd_results.setdefault(_KEY, self._new_results())
+        if name not in results.unwritten:
+            self._make(name, results, batch, BatchWatch(batch))
+        return results.values[self._slice(name).input]
 
     def make_part(self, context: TrainPipelineContext, micro_batch: Any, number: int) -> None:
         """Makes the modules' inputs for a micro-batch, by its position in the batch."""
         results, part = context.postproc_fwd_results[_KEY], self._new_results()
         results.parts[number:] = [part]
+        watch = BatchWatch(micro_batch)
         for name in self.names:
-            self._make(name, micro_batch, part)
+            self._make(name, part, micro_batch, watch)
 
     def check_parts(self, context: TrainPipelineContext, sizes: Sequence[int]) -> None:
         """Compares inputs of micro-batches, of these numbers of samples, with the whole batch's.
@@ -160,15 +166,17 @@ class MadeAhead:
     def _new_results(self) -> _SliceResults:
         return _SliceResults(self, self._model.training)
 
-    def _make(self, name: str, batch: Any, results: _SliceResults) -> Any:
-        found, watch = self._slice(name), BatchWatch(batch)
+    def _make(self, name: str, results: _SliceResults, batch: Any, watch: BatchWatch) -> None:
+        """Makes the input of a module, and adds it to the results."""
+        found = self._slice(name)
         with results.recording(watch):
             for node in found.nodes:
                 if node in results.values:
                     continue
                 results.outside |= {id(each): each for each in outside_of(node, self._model)}
                 try:
-                    results.values[node] = run_node(node, batch, results.values, self._model)
+                    with results:  # not around the watch, which reads a version of each tensor
+                        results.values[node] = run_node(node, batch, results.values, self._model)
                 except Exception as error:  # any error of the model's code
                     raised = f"{node.meta['line']} raises {type(error).__name__}: {error}"
                     raise CompatError(raised) from error
@@ -176,9 +184,7 @@ class MadeAhead:
                 may_be_replaced = node.op == "call_module" or node is found.input
                 if watch.is_written() or (may_be_replaced and watch.is_replaced()):
                     raise WrittenBatchError(f"{node.meta['line']} {WRITES}; write into a clone")
-        made = results.values[found.input]
-        results.unwritten.setdefault(name, described(arguments_of(made)))
-        return made
+        results.unwritten[name] = described(arguments_of(results.values[found.input]))
 
     def _slice(self, name: str) -> InputSlice:
         """Returns the slice of the model's mode; of the other mode if this one has no call."""
@@ -324,12 +330,12 @@ class _SliceResults(TorchFunctionMode):
 
     @contextmanager
     def recording(self, watch: BatchWatch) -> Iterator[None]:
-        """Keeps the results of the operators that run in this context, and tells a watch of them
+        """In this context the mode keeps the results of operators, and tells a watch of them
         first."""
         self._is_recording, self._watch = True, watch
         try:
             # tensors of the inference mode could not be used in training
-            with torch.inference_mode(False), _uncompiled(), self:
+            with torch.inference_mode(False), _uncompiled():
                 yield
         finally:
             self._is_recording = False
@@ -362,9 +368,8 @@ class _SliceResults(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._is_recording:
             self._watch.note(func)
-        # properties, such as a shape, compute nothing
-        is_property = getattr(func, "__name__", "") == "__get__"
-        if is_property or not (self._is_recording or self._by_call):
+        is_asking = getattr(func, "__name__", "") in _ASKING
+        if is_asking or not (self._is_recording or self._by_call):
             return func(*args, **kwargs)
         call = described((func, args, kwargs))
         if not self._is_recording:
