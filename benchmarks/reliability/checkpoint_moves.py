@@ -6,7 +6,8 @@
 A small model of pooled and sequence tables is trained for 5 steps under one plan on some ranks and
 saved; a model under another plan on other ranks, which has trained something else before, loads it.
 Then weights and optimizer state must be the saved ones bit for bit, and the losses of the next 5
-steps those of stock TorchRec on as many ranks that was never saved, to rounding.
+steps those of stock TorchRec on as many ranks that was never saved, to rounding. Rows by host are
+on 4 and 6 ranks, other plans on 1 to 4.
 
 Moves that stock TorchRec cannot make either must be refused: row-wise Adagrad keeps a value per
 row of each column shard, so column-wise tables load into as many column shards only.
@@ -38,12 +39,13 @@ from benchmarks.reliability.moves import (
     uncut_losses_of,
 )
 from benchmarks.reliability.outcomes import FAILED, Outcome, conclude, read_outcomes
-from benchmarks.reliability.small_trainer import OPTIMIZERS, PLANS
+from benchmarks.reliability.small_trainer import OPTIMIZERS, PLANS, RANKS_OF
 from torchrec_picasso.app.checkpoints.folder import is_whole
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
 
 _RESULTS, _SUMMARY = "moves.jsonl", "checkpoint_moves_summary.json"
+RANKS = sorted({ranks for each in RANKS_OF.values() for ranks in each})
 _PER_LAUNCH = 49
 _LAUNCH_S, _MOVE_S = 120, 20
 
@@ -111,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     quiet_upstream()
-    sides = [Side(plan, ranks) for plan in args.plans for ranks in args.ranks]
+    sides = [Side(plan, n) for plan in args.plans for n in RANKS_OF[plan] if n in args.ranks]
     moves = all_moves(args.optimizers, sides)
     return conclude(
         run_moves(args.out, moves),
@@ -129,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-o", "--out", type=Path, required=True, metavar="FOLDER", help="outcomes, checkpoints")
     add("--plans", nargs="+", choices=PLANS, default=PLANS)
     add("--optimizers", nargs="+", choices=OPTIMIZERS, default=tuple(OPTIMIZERS))
-    add("--ranks", nargs="+", type=int, choices=(1, 2, 3, 4), default=(1, 2, 3, 4))
+    add("--ranks", nargs="+", type=int, choices=RANKS, default=RANKS)
     return parser
 
 

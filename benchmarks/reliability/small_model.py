@@ -1,6 +1,6 @@
 """A model of pooled and sequence tables that trains the same on any number of ranks.
 
-The global batch of a step is one and the same on 1 to 4 ranks; each takes an equal share of its
+The global batch of a step is one and the same on 1 to 6 ranks; each takes an equal share of its
 samples, and the loss is their mean. Losses and weights are then equal up to the order of sums.
 There is no ReLU in it, since an input near 0 would make a difference of rounding a larger one.
 """
@@ -20,7 +20,7 @@ from torchrec import (
 from torchrec.datasets.utils import Batch
 
 GLOBAL_BATCH = 24
-"""Samples of a step over all ranks; 1, 2, 3 and 4 ranks get equal shares."""
+"""Samples of a step over all ranks; 1, 2, 3, 4 and 6 ranks get equal shares."""
 
 BAGS = {"user": (60, 16), "tag": (12, 16), "genre": (8, 8)}
 """Rows and dim; each has the feature of its name. Row-wise leaves no rank of 4 without rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,12 +26,15 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from benchmarks.reliability.small_model import BAGS, SEQUENCES, SmallModel, rank_batch
 from torchrec_picasso import HotColdParams
 from torchrec_picasso.app.runs.placements import AnyTypeSharder, hot_cold_sharders
+from torchrec_picasso.placement import Form
 
-OURS = ("rows", "all_hot", "bags", "uneven")
-"""Hot/cold: a quarter of the rows hot; small tables all hot and no other row; bags of pooled
-tables; homes of unequal blocks, empty ones among them."""
+OURS = ("rows", "node_rows", "all_hot", "bags", "uneven")
+"""Hot/cold: a quarter of the rows hot; the same by host; small tables all hot and no other row;
+bags of pooled tables; homes of unequal blocks, empty ones among them."""
 STOCK = ("table_wise", "row_wise", "column_wise")
 PLANS = OURS + STOCK
+RANKS_OF = dict.fromkeys(PLANS, (1, 2, 3, 4)) | {"node_rows": (4, 6)}
+"""Numbers of ranks that a plan is tried on; by host they pretend to be on hosts of two."""
 
 OPTIMIZERS: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, float]]] = {
     "rowwise_adagrad": (torchrec.optim.RowWiseAdagrad, {"lr": 0.1, "eps": 1e-3}),
@@ -57,6 +61,8 @@ class SmallTrainer:
         pg = dist.group.WORLD
         assert pg is not None, "init_process_group comes first"
         self._rank, self._world_size = pg.rank(), pg.size()
+        if plan == "node_rows":
+            os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(self._rank % 2)}
         model = SmallModel(seed)
         start = {name: value.detach().clone() for name, value in model.state_dict().items()}
         kind, settings = OPTIMIZERS[optimizer]
@@ -154,7 +160,8 @@ def _mark(name: str, sharding: ParameterSharding, rows: int, is_bag: bool) -> No
     # every third row, so that hot rows are spread over the homes
     by_thirds = sorted(range(rows), key=lambda row: (row % 3, row))
     num_hot = (rows if rows <= _SMALL_ROWS else 0) if name == "all_hot" else rows // 4
-    sharding.cache_params = HotColdParams(hot_rows=by_thirds[:num_hot])
+    form: Form = "node_rows" if name == "node_rows" else "rows"
+    sharding.cache_params = HotColdParams(hot_rows=by_thirds[:num_hot], form=form)
     if name == "uneven":
         _cut_unevenly(sharding, rows)
 

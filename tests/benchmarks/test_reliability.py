@@ -2,7 +2,7 @@
 
 A struck run survives what it should; hot rows follow ids that move on every hour; checkpoints move
 between plans and world sizes. The sample of moves has every plan as source and as target, and 1 to
-4 ranks on both sides; ``python -m benchmarks.reliability.checkpoint_moves`` makes all moves. A
+6 ranks on both sides; ``python -m benchmarks.reliability.checkpoint_moves`` makes all moves. A
 short soak is as it should be, and each thing that could be wrong is found;
 ``python -m benchmarks.reliability.soak`` takes 2,000 steps."""
 
@@ -28,7 +28,7 @@ from benchmarks.reliability.drift import Stream, measure, moved_shares, summary_
 from benchmarks.reliability.fault_cases import EVERY_STEPS, KINDS, LAUNCHERS, STEPS, all_cases
 from benchmarks.reliability.moves import Move, Side, all_moves
 from benchmarks.reliability.process_figures import figures, open_files, slope
-from benchmarks.reliability.small_trainer import PLANS, SmallTrainer
+from benchmarks.reliability.small_trainer import PLANS, RANKS_OF, SmallTrainer
 from benchmarks.reliability.soak_batches import Stretch, soak_batch
 from benchmarks.reliability.soak_side import Found
 from benchmarks.reliability.soak_verdict import judge
@@ -152,7 +152,9 @@ SAMPLE = {
         "uneven@3 row_wise@4",
         "row_wise@4 all_hot@1",
         "all_hot@1 table_wise@2",
-        "table_wise@2 rows@3",
+        "table_wise@2 node_rows@4",
+        "node_rows@4 node_rows@6",
+        "node_rows@6 rows@3",
         "column_wise@3 column_wise@4",
         "column_wise@4 rows@3",  # one value per row against one per row of a column shard
         "table_wise@2 column_wise@4",
@@ -179,12 +181,12 @@ def sample() -> list[Move]:
 def test_the_sample_has_every_plan_and_world_size_on_both_sides() -> None:
     for sides in ({move.source for move in sample()}, {move.target for move in sample()}):
         assert {one.plan for one in sides} == set(PLANS)
-        assert {one.world_size for one in sides} == {1, 2, 3, 4}
+        assert {one.world_size for one in sides} == {1, 2, 3, 4, 6}
     assert [move.name for move in sample() if not move.fits] == sorted(REFUSED)
 
 
 def test_all_moves_are_all_pairs_in_both_directions() -> None:
-    sides = [Side(plan, ranks) for plan in PLANS for ranks in (1, 2, 3, 4)]
+    sides = [Side(plan, ranks) for plan, numbers in RANKS_OF.items() for ranks in numbers]
     moves = all_moves(["adagrad", "sgd"], sides)
     assert len({move.name for move in moves}) == 2 * len(sides) ** 2
     assert all(move.fits for move in moves)

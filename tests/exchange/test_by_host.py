@@ -90,7 +90,7 @@ def test_what_is_not_built_is_refused_on_all_ranks() -> None:
             assert messages[name].startswith(start), messages[name]
 
 
-HOSTS = ((2, 2), (2, 4))
+HOSTS = ((2, 2), (2, 4), (4, 2))
 """Numbers of hosts, and of ranks on each."""
 SIZES = (1, 6, 1_003, 300_001)
 """Values of sums that are in progress together: fewer than places, uneven pieces, messages."""

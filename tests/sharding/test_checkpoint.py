@@ -1,15 +1,16 @@
 """Checkpoints are plain TorchRec's: the same keys, types and shapes, loadable both ways.
 
-That training goes on under another placement, on other ranks, is a test of
-``tests/benchmarks/test_reliability.py``.
+That training goes on under another placement, on other ranks, as if it had never stopped, is a test
+of ``tests/benchmarks/test_reliability.py``.
 
 Tables of few rows, which ranks can hardly share: 1 to 9 rows on 1 to 4 ranks. A checkpoint tells
 the blocks of a table apart by where they start, so an empty block in front of a full one would
 shadow it. The planner makes the plans; every link of a chain of world sizes loads what the one
-before saved, under another hot set, trains a step and saves. What is loaded must be what was saved,
-bit by bit."""
+before saved, under another hot set, trains and saves. What is loaded must be what was saved, bit by
+bit, and what is trained then what stock TorchRec trains that loads the same."""
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,14 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
+from torchrec.distributed.sharding_plan import table_wise
 
 from tests.sharding.jobs import (
     Job,
     Result,
+    assert_same_results,
     build,
     checkpoint_of,
     dense_optimizer,
@@ -37,7 +41,7 @@ from tests.sharding.jobs import (
     whole,
 )
 from tests.support.hosts import pretend_hosts
-from tests.support.placing import distribute
+from tests.support.placing import distribute, place
 from tests.support.tables import bags_of, stats_of, tables_of
 from torchrec_picasso import HotColdEmbeddingBagCollectionSharder, hot_cold_planner
 from torchrec_picasso.app.launch.run_ranks import run_ranks
@@ -111,6 +115,8 @@ def test_reading_state_on_one_rank_neither_hangs_nor_changes_training() -> None:
 KINDS = ("none", "some", "all")
 ROWS = {f"{kind}_{rows}": rows for rows in range(1, 10) for kind in KINDS}
 BATCH = 3
+STEPS = range(1, 3)
+"""Trained after a load."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +139,10 @@ class Link:
 CHAIN = (
     Link(2, turn=0),
     Link(4, turn=0, by_host=True),
+    Link(8, turn=1, by_host=True),
     Link(3, turn=1),
     Link(4, turn=2, counted=False),
     Link(1, turn=2),
-    Link(6, turn=1, by_host=True),
     Link(2, turn=1),
 )
 
@@ -159,8 +165,8 @@ def _stats() -> FrequencyStats:
     return stats_of(ROWS, lambda rows: torch.arange(rows, 0, -1) ** 3 + 1, 10, BATCH)
 
 
-def _batch(rank: int) -> KeyedJaggedTensor:
-    generator = torch.Generator().manual_seed(rank)
+def _batch(rank: int, step: int) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
     ids = [torch.randint(rows, (BATCH,), generator=generator) for rows in ROWS.values()]
     return KeyedJaggedTensor(
         keys=[f"f_{name}" for name in ROWS],
@@ -169,14 +175,35 @@ def _batch(rank: int) -> KeyedJaggedTensor:
     )
 
 
-def _step(model: Any, rank: int) -> None:
-    model.module.ebc(_batch(rank)).wait().values().square().sum().backward()
+def _load(model: Any, source: str) -> Result:
+    state = checkpoint_of(model)
+    dcp.load(state, checkpoint_id=source)
+    model.load_state_dict(state["model"])
+    model.fused_optimizer.load_state_dict(state["optim"])
+    return result_of(model, [])
+
+
+def _train(model: Any, rank: int, steps: Iterable[int]) -> Result:
+    losses = []
+    for step in steps:
+        loss = model.module.ebc(_batch(rank, step)).wait().values().square().sum()
+        loss.backward()
+        losses.append(loss.item())
+    return result_of(model, losses)
+
+
+def _stock() -> Any:
+    """The model with whole tables, as TorchRec shards it."""
+    model, sharder = TinyModel(), EmbeddingBagCollectionSharder()
+    ways = {name: table_wise(rank=i % dist.get_world_size()) for i, name in enumerate(ROWS)}
+    return distribute(model, {"ebc": place(model.ebc, sharder, ways)}, [sharder])
 
 
 def _load_train_save(
     rank: int, world_size: int, link: Link, source: str | None, target: str
-) -> tuple[list[list[int]], Result | None, Result]:
-    """Returns the block sizes of all tables, what was loaded and what was saved."""
+) -> tuple[list[list[int]], Result, list[Result]]:
+    """Returns the block sizes of all tables, what was saved, and of every link but the first what
+    was loaded and what stock trains from there."""
     model, sharder = TinyModel(), HotColdEmbeddingBagCollectionSharder()
     pg = dist.group.WORLD
     plan = hot_cold_planner(
@@ -191,38 +218,37 @@ def _load_train_save(
         for placed in plan.plan["ebc"].values():
             placed.cache_params.form = "node_rows"
     sharded = distribute(model, plan.plan, [sharder])
-    _step(sharded, rank)  # so that replicas are filled, and must notice what is loaded
-    loaded = None
+    _train(sharded, rank, [0])  # so that replicas are filled, and must notice what is loaded
+    checked = []
     if source is not None:
-        state = checkpoint_of(sharded)
-        dcp.load(state, checkpoint_id=source)
-        sharded.load_state_dict(state["model"])
-        sharded.fused_optimizer.load_state_dict(state["optim"])
-        loaded = result_of(sharded, [])
-    _step(sharded, rank)
+        stock = _stock()
+        checked.append(_load(sharded, source))
+        _load(stock, source)
+        checked.append(_train(stock, rank, STEPS))
+    saved = _train(sharded, rank, STEPS)
     dcp.save(checkpoint_of(sharded), checkpoint_id=target)
     blocks = [
         [shard.shard_sizes[0] for shard in plan.plan["ebc"][name].sharding_spec.shards]
         for name in ROWS
     ]
-    return blocks, loaded, result_of(sharded, [])
+    return blocks, saved, checked
 
 
 def test_tiny_tables_are_saved_and_loaded_on_any_number_of_ranks(tmp_path: Path) -> None:
-    source, saved = None, None
+    source, saved = None, list[Result]()
     for position, link in enumerate(CHAIN):
-        target = str(tmp_path / str(position))
+        before, target = saved, str(tmp_path / str(position))
         answers = run_ranks(_load_train_save, link.world_size, link, source, target, timeout_s=120)
         for blocks, rows in zip(answers[0][0], ROWS.values(), strict=True):
             filled = min(rows, link.world_size)
             assert sum(blocks) == rows
             assert [size > 0 for size in blocks] == [r < filled for r in range(link.world_size)]
-        if saved is not None:
-            loaded = [answer[1] for answer in answers]
+        saved = [answer[1] for answer in answers]
+        if source is not None:
+            loaded, stock = zip(*(answer[2] for answer in answers))
             for kind in ("weights", "states"):
-                mine, before = whole(loaded, kind), whole(saved, kind)
-                assert mine.keys() == before.keys()
+                mine, its = whole(loaded, kind), whole(before, kind)
                 assert len(mine) >= len(ROWS)
-                for name, value in mine.items():
-                    assert torch.equal(value, before[name]), name
-        source, saved = target, [answer[2] for answer in answers]
+                torch.testing.assert_close(mine, its, rtol=0, atol=0)
+            assert_same_results(saved, stock)
+        source = target

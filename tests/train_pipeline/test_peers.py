@@ -1,6 +1,10 @@
-"""A rank that raises ends all with its own message; one that hangs is named, and who waits."""
+"""A rank that raises ends all with its own message; one that hangs, or is killed, is named, and who
+waits."""
 
 import datetime
+import os
+import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -42,6 +46,10 @@ def hang() -> None:
     raise BrokenError("nobody waits any more")
 
 
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def forget_graphs() -> None:
     torch.set_grad_enabled(False)
 
@@ -81,6 +89,9 @@ def fail_on_one_rank(
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
     dist.barrier()  # so that joining takes none of the timeout
     dist.destroy_process_group()  # one with a timeout of its own
+    if rank == FAULTY and act is die and (child := os.fork()):  # it is the rank that dies
+        _, status = os.waitpid(child, 0)
+        return "died", signal.Signals(os.WTERMSIG(status)).name, 0.0
     store = dist.FileStore(str(Path(top, "store")), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     model = build(job, rank, world_size)
@@ -169,19 +180,27 @@ def test_a_loss_without_a_graph_on_one_rank_is_heard_by_all(tmp_path: Path) -> N
         assert "element 0 of tensors does not require grad" in text
 
 
-@pytest.mark.parametrize("hosts", [ALONE, (2, 4)])
-def test_a_rank_that_hangs_is_named_within_the_timeout(
-    tmp_path: Path, hosts: tuple[int, int]
+@pytest.mark.parametrize(
+    ("hosts", "act"),
+    [(ALONE, hang), ((2, 4), hang), ((2, 4), die)],
+    ids=["rows", "2 x 4", "killed"],
+)
+def test_a_rank_that_hangs_or_is_killed_is_named_within_the_timeout(
+    tmp_path: Path, hosts: tuple[int, int], act: Callable[[], None]
 ) -> None:
-    raised = fail(tmp_path, HEARD, hosts, "forward", hang)
+    raised = fail(tmp_path, HEARD, hosts, "forward", act)
+    assert act is hang or raised[FAULTY][:2] == ("died", "SIGKILL")
     for rank, (kind, text, after_s) in enumerate(raised):
         if rank == FAULTY:
             continue
         assert kind == PeerError.__name__
         assert text.startswith(f"rank {rank} got no answer in step 4, ")
-        assert text.endswith(f"; rank {FAULTY} said nothing: it hangs or was ended")
-        for other in set(range(len(raised))) - {FAULTY, rank}:
-            assert f"; rank {other} waited in step 4, " in text
+        listed = re.search(r"; ranks? ([\d, ]+) said nothing: .*hangs or was ended$", text)
+        silent = {int(other) for other in listed[1].split(",")} if listed else set()
+        waited = {int(other) for other in re.findall(r"; rank (\d+) waited in step 4, ", text)}
+        # ranks that a killed one cut off at once do not wait until all others have given up
+        assert FAULTY in silent if act is die else silent == {FAULTY}
+        assert silent | waited | {rank} == set(range(len(raised)))
         assert after_s < 2 * GROUP_TIMEOUT_S
 
 
