@@ -71,14 +71,13 @@ class RowTraffic:
         return ByHost(**vars(direct), crossing=crossing, ranks_per_host=self.group_size)
 
     def add(self, rank: int, rows_W: Amounts, elements_W: Amounts) -> None:
-        """Adds the header of a rank, and its exchange with relays, or with home ranks: cold rows
-        and their elements by home rank."""
+        """Adds the flags and the header of a rank, and its exchange with relays, or with home
+        ranks: cold rows and their elements by home rank."""
         for level in self.levels.values():
             peers_W = (level.part_W == level.part_W[rank]).astype(np.int64)
             level.wire.send("header", rank, peers_W * WORD_BYTES * level.num_behind)
             level.wire.send("bits", rank, peers_W * level.bit_bytes)
-        # flags go directly to all ranks in each form; by host they are counted as sent across
-        level.wire.send("flags", rank, np.full_like(peers_W, WORD_BYTES * len(Flags())))
+            level.wire.send("flags", rank, peers_W * WORD_BYTES * len(Flags()))
         if self.group_size == 1:
             self.end_group(rank, rows_W, rows_W, elements_W)
             return
