@@ -1,11 +1,10 @@
 """The cost model's bytes of a step against the byte meter in a real step.
 
-Given the true numbers of rows, the model's formula is exact, purpose by purpose: header, ids, rows,
-gradients and hot sums, under TorchRec's pipeline and under ours in one piece. Looking ahead adds
-one byte per fetched row, and ranks agree on flags of 8 bytes; the model leaves both out. By host a
-rank sends to the others of its host and to those of its place on other hosts, and to nobody else,
-but for these flags. Expected rows from statistics are exact up to chance; the tolerance is reasoned
-where it stands.
+Given the true numbers of rows, the model's formula is exact, purpose by purpose: flags and header,
+ids, rows, gradients and hot sums, under TorchRec's pipeline and under ours in one piece. Looking
+ahead adds one byte per fetched row, which the model leaves out. By host a rank sends to the others
+of its host and to those of its place on other hosts, and to nobody else. Expected rows from
+statistics are exact up to chance; the tolerance is reasoned where it stands.
 """
 
 import itertools
@@ -40,7 +39,6 @@ from torchrec_picasso.cost.by_host import ByHost
 from torchrec_picasso.cost.curves import COLLECTIVES, Curve
 from torchrec_picasso.cost.hot_cold import Exchange, HotColdTable, HotColdTotals
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
-from torchrec_picasso.exchange.agreement import Flags
 from torchrec_picasso.exchange.waiting import tallied
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 from torchrec_picasso.planner import choice
@@ -48,10 +46,6 @@ from torchrec_picasso.planner.explain import summarize
 
 DRIVERS: tuple[Driver, ...] = (None, (1, False), (1, True))
 NUM_WARM = 4  # DDP makes new buckets in the second step
-
-
-FLAGS_BYTES = 8 * len(Flags())
-"""Of the agreement before a step, to each other rank; like the header, integers of 8 bytes."""
 
 
 def _sent_by_purpose(pipeline: Any, batches: Iterator[Batch]) -> dict[str, float]:
@@ -75,7 +69,7 @@ def _predicted(sent_bytes: Any, num_dense: int, world_size: int) -> dict[str, fl
     """The model's bytes, summed as they can be told apart; dense gradients are not its business."""
     dense = 4 * num_dense * 2 * (world_size - 1) / world_size
     return {
-        "header": sent_bytes["header"],
+        "header": sent_bytes["flags"] + sent_bytes["header"],
         "ids": sent_bytes["ids"],
         "rows_and_gradients": sent_bytes["rows"] + sent_bytes["gradients"],
         "sums": sent_bytes["hot"] + dense,
@@ -161,9 +155,7 @@ def test_bytes_of_true_numbers_are_exact(world_size: int, driver: Driver) -> Non
     by_rank = [by_driver[driver] for by_driver in run_once(_count_known, world_size)]
     mean = {name: float(np.mean([sent[name] for sent in by_rank])) for name in by_rank[0]}
     marks, _ = mean.pop("marks"), mean.pop("received")
-    mean["header"] -= FLAGS_BYTES * (world_size - 1)
-    flags_bytes = FLAGS_BYTES * (world_size - 1)
-    assert mean.pop("all") == pytest.approx(expected.pop("all") + marks + flags_bytes, abs=2)
+    assert mean.pop("all") == pytest.approx(expected.pop("all") + marks, abs=2)
     assert mean == pytest.approx(expected, rel=1e-12)
     # a byte for each row that is asked of another rank
     asked = totals.cold * (world_size - 1) / world_size
@@ -183,12 +175,10 @@ def _count_by_host(rank: int, world_size: int) -> dict[str, dict[str, float]]:
         if message.to >= 0:
             is_inside = message.to // PLACES == rank // PLACES
             by_level["inside" if is_inside else "across"].append(message)
-            if not is_inside and message.to % PLACES != rank % PLACES:
-                assert (message.dtype, message.num_elements) == ("int64", len(Flags()))
-    peers = {"inside": PLACES - 1, "across": world_size - PLACES}
+            assert is_inside or message.to % PLACES == rank % PLACES
     return {
         level: {
-            "header": 8 * elements(messages, torch.int64) - FLAGS_BYTES * peers[level],
+            "header": 8 * elements(messages, torch.int64),
             "ids": 4 * elements(messages, torch.int32),
             "rows_and_gradients": 4 * elements(messages, torch.float32),
         }
@@ -208,7 +198,7 @@ def test_bytes_of_true_numbers_are_exact_by_host() -> None:
     expected["across"]["hot"] = 0.0  # an all-reduce, which has no receiver
     for level, sent in expected.items():
         joined = {
-            "header": sent["header"],
+            "header": sent["flags"] + sent["header"],
             "ids": sent["ids"],
             "rows_and_gradients": sent["rows"] + sent["gradients"] + sent["hot"],
         }
@@ -358,13 +348,11 @@ def test_the_planners_bytes_are_those_of_a_step(by_host: bool) -> None:
     assert [each["served_lookups"] for each in predicted] == pytest.approx(lookups, rel=0.04)
     mean = {name: float(np.mean([sent[name] for _, sent in ranks])) for name in ranks[0][1]}
     assert mean.pop("marks") == 0
-    flags_bytes = FLAGS_BYTES * (world_size - 1)
-    mean["header"] -= flags_bytes
     assert mean["header"] == expected["header"]
     del mean["received"]
     if by_host:  # sums of hot rows are messages, too
         mean, expected = ({name: one[name] for name in ("ids", "all")} for one in (mean, expected))
     else:
-        received = [measured["received"] - flags_bytes for _, measured in ranks]
+        received = [measured["received"] for _, measured in ranks]
         assert [each["received_bytes"] for each in predicted] == pytest.approx(received, rel=0.04)
     assert mean == pytest.approx(expected, rel=0.04)

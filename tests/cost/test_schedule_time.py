@@ -51,6 +51,16 @@ def test_where_steps_meet_rows_and_gradients_of_a_whole_batch_are_exposed() -> N
     assert found == pytest.approx(29)
 
 
+def test_flags_travel_beside_operations_that_lead() -> None:
+    times = {("send_header", None): OpTime(4), ("forward", 0): OpTime(10)}
+    found = simulate_step(WHOLE, times, flags=Message(6))
+    assert found == StepPrice(step_ms=6 + 10, wire_ms=6, compute_ms=14)
+    # chunk 1 is on the wire (12) when the step begins; forward 0 waits for the flags (1) alone
+    times = times_of(forward=[10, 0], fetch_dirty=[0, 12])
+    found = simulate_step(Setting(2, lookahead=True), times, flags=Message(1))
+    assert found.step_ms == found.wire_ms == 13
+
+
 def test_of_two_micro_batches_only_the_first_chunk_is_exposed() -> None:
     # backward: part 1 (9), its gradients (6) beside part 0 (3); then part 0's (2) behind them; the
     # update comes after 3 + 6 = 9 + ... = 9 + max(3, 6) + 2. Dirty rows: chunk 0 (1) is waited for,

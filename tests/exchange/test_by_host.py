@@ -1,6 +1,6 @@
 """Ranks and tables that can exchange by host; all others are refused by name.
 
-Words and sums by host: what arrives, and what crosses hosts.
+Words, sums and flags by host: what arrives, and what crosses hosts.
 """
 
 import os
@@ -20,8 +20,14 @@ from tests.support.tables import Table, bags_of
 from tests.support.wire import MessageRecorder
 from torchrec_picasso import CompatError, HotColdEmbeddingBagCollectionSharder, HotColdParams
 from torchrec_picasso.app.launch.run_ranks import run_ranks
+from torchrec_picasso.exchange.agreement import Flags
 from torchrec_picasso.exchange.all_to_all import Ranks, connect
-from torchrec_picasso.exchange.by_host import HostExchanges, connect_hosts, why_no_hosts
+from torchrec_picasso.exchange.by_host import (
+    FlagsAgreement,
+    HostExchanges,
+    connect_hosts,
+    why_no_hosts,
+)
 
 BY_HOST = HotColdParams(form="node_rows")
 
@@ -126,7 +132,27 @@ def _exchange(rank: int, world_size: int, num_places: int) -> dict[str, Any]:
     with MessageRecorder() as recorder:
         words, found["words"] = exchanges.send_words(_words(rank, world_size))
         words.wait()
-    return found | {"word messages": recorder.messages}
+    found["word messages"] = recorder.messages
+    with MessageRecorder() as recorder:
+        found["flags"] = [
+            _agree(exchanges, pg, rank, speaking, late)
+            for late, speaking in enumerate([None, *range(world_size)], -1)
+        ]
+    return found | {"flag messages": recorder.messages}
+
+
+def _agree(
+    exchanges: HostExchanges, pg: dist.ProcessGroup, rank: int, speaking: int | None, late: int
+) -> Flags:
+    """Two ranks speak, or none, and one comes late; words in between start the second part."""
+    time.sleep(0.02 * (rank == late))
+    last = speaking is not None and rank == pg.size() - 1
+    asked = FlagsAgreement(pg, CPU, Flags(homes_written=rank == speaking, refused=last))
+    words, _ = exchanges.send_words(_words(rank, pg.size()).float())
+    flags = asked.wait()
+    words.wait()
+    assert asked.wait() == flags, "once is enough"
+    return flags
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
@@ -164,3 +190,18 @@ def test_words_pass_relays(hosts: tuple[int, int]) -> None:
             if message.to // num_places != rank // num_places
         )
         assert crossing == (num_hosts - 1) * num_places * NUM_WORDS
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_flags_are_equal_on_all_ranks_and_go_to_the_host_and_one_rank_of_each_other(
+    hosts: tuple[int, int],
+) -> None:
+    (num_hosts, num_places), world_size = hosts, hosts[0] * hosts[1]
+    for rank, found in enumerate(run_once(_exchange, world_size, num_places)):
+        spoken = Flags(homes_written=True, refused=True)
+        assert found["flags"] == [Flags(), *[spoken] * world_size]
+        flags = [each for each in found["flag messages"] if each.dtype == "int64"]  # not words
+        peers = {peer for peer in range(world_size) if peer // num_places == rank // num_places}
+        peers |= set(range(rank % num_places, world_size, num_places))
+        assert {each.to for each in flags} == peers - {rank}
+        assert len(flags) == (1 + world_size) * (num_places + num_hosts - 2)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torchrec_picasso.cost.curves import LEVELS, CommCurves
 from torchrec_picasso.cost.hot_cold import (
+    FLAGS_BYTES,
     WIRE_BYTES,
     Exchange,
     ExchangeTimes,
@@ -76,6 +77,7 @@ class ByHost(Exchange):
         ):
             rows = carried.cold_elements * WIRE_BYTES
             sent = {
+                "flags": num * FLAGS_BYTES,
                 # each peer gets those of the ranks behind it
                 "header": world_size * header,
                 "ids": totals.cold * id_bytes(totals.rows) + uniting * united,

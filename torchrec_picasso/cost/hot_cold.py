@@ -1,7 +1,7 @@
 """Cost of the packed unique exchange, computed from totals over the hot/cold tables.
 
 All tables of a module share five collectives per step: header, ids, rows, gradients, and the
-all-reduce of hot rows' gradients.
+all-reduce of hot rows' gradients. Before it all ranks agree on flags.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import ClassVar, TypeVar
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalCosts, LocalWork
 from torchrec_picasso.cost.table_work import Summable, TableWork
+from torchrec_picasso.exchange.agreement import Flags
 from torchrec_picasso.exchange.header import NUM_OWN_WORDS
 from torchrec_picasso.ops.ids import parts_to_unite, words_of
 from torchrec_picasso.placement import FORMS, Form
@@ -23,6 +24,8 @@ HotColdTable = tuple[TableWork, float, Form]
 
 WORD_BYTES, LENGTH_BYTES, WIRE_BYTES = 8, 4, 4
 """Bytes of an int64, of the length of a bag, and of a float32 element."""
+FLAGS_BYTES = WORD_BYTES * len(Flags())
+"""Bytes of a rank's flags, to each peer."""
 _LARGEST_INT32 = 2**31 - 1
 
 # Rows of several packs are concatenated before an exchange and split after it. On one core, 24
@@ -243,6 +246,7 @@ class Exchange:
         ids = (totals.cold + totals.bag_lookups) * id_bytes(totals.rows)
         header, united = self._pair_bytes(world_size)
         sent = {
+            "flags": others * FLAGS_BYTES,
             "header": others * header,
             "ids": (ids + totals.bags * LENGTH_BYTES) * share + others * united,
             "rows": rows,

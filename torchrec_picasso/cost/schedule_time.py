@@ -5,6 +5,9 @@ The operations, their order, and what each of them needs are those of the pipeli
 after another. Messages use the wire one at a time, in the order in which they are sent; a message
 on the wire may take a share of the core, as sockets do on a CPU. Several steps are simulated, so
 that work and messages that overlap with the next step are included.
+
+A step begins with flags, and operations that do not lead wait for those of all ranks. Flags have
+connections of their own: they overtake what is on the wire, and what is sent later waits for both.
 """
 
 from __future__ import annotations
@@ -70,6 +73,7 @@ def simulate_step(
     setting: Setting,
     times: Mapping[tuple[str, int | None], OpTime],
     shares_of_waves: tuple[float, ...] = (1.0,),
+    flags: Message = Message(0.0),
     *,
     forwards_first: bool = True,
 ) -> StepPrice:
@@ -77,8 +81,8 @@ def simulate_step(
 
     ``times`` has durations by kind and index, over all waves; missing operations take no time.
     ``shares_of_waves`` has the share of the work and of the bytes in each wave of packs.
-    ``forwards_first`` is that of :func:`.training_schedule`. Raises PlanError if an operation that
-    does not send has a message.
+    ``flags`` are those that ranks agree on before each step. ``forwards_first`` is that of
+    :func:`.training_schedule`. Raises PlanError if an operation that does not send has a message.
     """
     for (kind, _), time in times.items():
         if time.message is not None and not KINDS[kind].sends:
@@ -92,7 +96,11 @@ def simulate_step(
     arrival_ms: dict[tuple[_Slot, int], float] = {}  # of each message of each batch
     ends_ms = []
     for step in range(_STEPS):
+        agreed_ms = machine.now_ms + flags.ms
+        machine.send(flags)
         for op, time, slots in timed:
+            if not KINDS[op.kind].leads:
+                machine.wait_until(agreed_ms)
             # batch number of the operation: messages of all in-flight batches are distinguished
             batch = step + op.batch
             for slot in slots:
@@ -110,7 +118,7 @@ def simulate_step(
     return StepPrice(
         num_micro_batches=setting.num_micro_batches,
         step_ms=(ends_ms[-1] - ends_ms[-3]) / 2,
-        wire_ms=sum(_wire_ms(time) for _, time, _ in timed),
+        wire_ms=flags.ms + sum(_wire_ms(time) for _, time, _ in timed),
         compute_ms=sum(t.compute_ms + sum(ms for _, ms in t.exposed) for _, t, _ in timed),
     )
 

@@ -108,7 +108,8 @@ class StepPricer:
             return self.sparse_dist(stock)
         totals = HotColdTotals.sum(each.totals for each in exchanges)
         num_packs = sum(each.num_packs for each in exchanges)
-        ways_of = (each.ways(self.world_size) for each in exchanges)
+        ways_of = [each.ways(self.world_size) for each in exchanges]
+        flags = self._agreement(ways_of)
         ways, first_used = [_busiest(way, uneven_bags) for own in ways_of for way in own], None
         if counted is not None:
             first_used, found = counted.first_used, counted.busiest_bytes
@@ -124,7 +125,8 @@ class StepPricer:
             times = self._times(totals, ways, local, count, first_used)
             last = backward_order(setting, forwards_first)[-1]
             self._add_stock(times, stock, last)
-            prices.append(simulate_step(setting, times, shares, forwards_first=forwards_first))
+            price = simulate_step(setting, times, shares, flags, forwards_first=forwards_first)
+            prices.append(price)
         best = min(prices, key=lambda price: (price.step_ms, price.num_micro_batches))
         return _longer(best, self.curves.local.hot_cold.step_ms)
 
@@ -198,6 +200,12 @@ class StepPricer:
                 **exchange("gradients", "send_gradients", k),
             }
         return times
+
+    def _agreement(self, ways_of: Sequence[Sequence[Way]]) -> Message:
+        """Returns the messages of flags: by host if any rows travel so, which has fewer peers."""
+        sent = ({way.collective: way.sent["flags"] for way in ways} for ways in ways_of)
+        found = filter(None, map(self._joined, sent))
+        return min(found, key=lambda message: message.ms, default=Message(0.0))
 
     def _joined(self, sent: Mapping[str, float]) -> Message | None:
         """Returns the messages of several collectives, one after another, as one."""

@@ -14,7 +14,8 @@ messages in a group is equal on all ranks, also where ranks wait in another orde
 
 By host, a sum over all ranks has three parts: each rank sums a piece of the values over its host,
 then over hosts, and gives it to its host. A host sends ``2 (Y - 1) / Y`` of the values to others,
-in a ring of all ranks ``2 (W - 1) / W``. Each part has a fixed order of summands.
+in a ring of all ranks ``2 (W - 1) / W``. Each part has a fixed order of summands. The maximum of
+flags is that of hosts' maxima.
 
 Shape letters: L places, W ranks, X words, Y hosts; n values of a piece.
 """
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from torchrec_picasso._torchrec import QuantizedCommCodec
 from torchrec_picasso.errors import CompatError
-from torchrec_picasso.exchange.agreement import Agreement
+from torchrec_picasso.exchange.agreement import Agreement, Flags
 from torchrec_picasso.exchange.all_to_all import Ranks, is_on_gloo, ranks_of_part
 from torchrec_picasso.exchange.packed import Exchanges, PackedAllToAll, Payload, Relayed
 from torchrec_picasso.exchange.waiting import Pending, wait_for
@@ -123,6 +124,30 @@ class HostExchanges(Exchanges):
             return PackedAllToAll(parts.ranks_of_sums, [sent], values.numel())
 
         return _InTwoParts(parts, start_second, to_homes=True)
+
+
+class FlagsAgreement:
+    """Tells every rank the maximum of each flag over all ranks; starts at construction.
+
+    Collective, as :class:`.Agreement`: an all-to-all; by host, where :func:`connect_hosts` was
+    called, one inside and one across, with groups of their own. ``device`` is that of ``pg``.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup, device: torch.device, own: Flags) -> None:
+        parts = _parts.get(pg)
+        inside, across = (each.pg for each in parts.ranks_to_homes) if parts else (pg, pg)
+        self._last = first = Agreement(inside, device, own)
+
+        def start_across() -> Pending:
+            self._last = Agreement(across, device, Flags.largest(first.wait()))
+            return self._last
+
+        self._pending = _InTwoParts(parts, start_across, to_homes=True) if parts else first
+
+    def wait(self) -> Flags:
+        """Returns the maxima; equal on all ranks."""
+        self._pending.wait()
+        return Flags.largest(self._last.wait())
 
 
 class _Then:

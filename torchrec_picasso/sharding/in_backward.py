@@ -32,7 +32,8 @@ from torchrec_picasso._torchrec import (
 )
 from torchrec_picasso.batches.members import made_like
 from torchrec_picasso.errors import CompatError, PicassoError
-from torchrec_picasso.exchange.agreement import Agreement, Flags
+from torchrec_picasso.exchange.agreement import Flags
+from torchrec_picasso.exchange.by_host import FlagsAgreement
 from torchrec_picasso.ops.streams import tensors_in
 from torchrec_picasso.placement import FORMS
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
@@ -170,10 +171,10 @@ class _HotColdLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]):
         # without hot rows no rank has to be told.
         if group.num_hot_rows:
             flags = Flags(homes_written=group.was_written())
-            agreement = Agreement(group.ranks.pg, group.device, flags)
+            agreement = FlagsAgreement(group.ranks.pg, group.device, flags)
         rows = BatchRows(group, layout)
         rows.fetch_dirty(0)  # without lookahead all rows are in this exchange
-        if agreement is not None and Flags.largest(agreement.wait()).homes_written:
+        if agreement is not None and agreement.wait().homes_written:
             group.apply_writes()
         rows.read_hot()
         # other ranks wait for rows that this rank relays, and it may never look at its own

@@ -15,7 +15,8 @@ from torch import nn
 from torchrec_picasso.batches.feed import BatchFeed, Fetched, IdStream, find_data
 from torchrec_picasso.batches.split import micro_batch_sizes, reason_of
 from torchrec_picasso.errors import CompatError, InputError
-from torchrec_picasso.exchange.agreement import Agreement, Flags, agree_on
+from torchrec_picasso.exchange.agreement import Flags, agree_on
+from torchrec_picasso.exchange.by_host import FlagsAgreement
 from torchrec_picasso.exchange.waiting import OP_RANGE, named_range
 from torchrec_picasso.schedule.kinds import KINDS
 from torchrec_picasso.schedule.schedule import (
@@ -219,7 +220,7 @@ class BatchQueue:
         is_halfway = self._lifecycle.state in (State.IN_STEP, State.FAILED)
         return str(self._op) if is_halfway else "next batch"
 
-    def _start_agreement(self) -> Agreement:
+    def _start_agreement(self) -> FlagsAgreement:
         """Starts to agree with all ranks on the flags of a step. Collective."""
         # another driver of the tables may have trained them, or taken over what was written, while
         # rows of this one were in flight
@@ -231,7 +232,7 @@ class BatchQueue:
             refused=any(inflight.refusal for inflight in self._inflights),
             parts_fail=self._model.training and self._parts_fail(),
         )
-        return Agreement(self._pg, self._pipelined.device, flags)
+        return FlagsAgreement(self._pg, self._pipelined.device, flags)
 
     def _parts_fail(self) -> bool:
         """Whether the model would raise in a micro-batch of the first batch, by its lookups."""
@@ -241,10 +242,10 @@ class BatchQueue:
         with self._id_stream.working():
             return are_uneven(groups, self.first, pipelined.looked_up(groups, self.first))
 
-    def _end_agreement(self, agreement: Agreement) -> Flags:
+    def _end_agreement(self, agreement: FlagsAgreement) -> Flags:
         """Returns the flags of all ranks, or raises a rank's refusal on all ranks. Collective."""
         self._op = "agreement of ranks"
-        flags = Flags.largest(agreement.wait())
+        flags = agreement.wait()
         if flags.refused:
             device = self._pipelined.device
             first_with_data, _ = find_data(self._pg, device, self._inflights[-1].has_data)

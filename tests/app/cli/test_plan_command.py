@@ -332,8 +332,8 @@ def test_a_step_is_simulated_on_many_ranks(
     rows, by_host, *stock = eight["priced"]
     assert by_host["across_bytes"] < rows["across_bytes"]
     assert all(each["step"]["step_ms"] > 0 for each in (rows, by_host, *stock))
-    # 1 all-to-all of flags; header, numbers, mask, clean and dirty rows, gradients
-    assert (rows["messages"], by_host["messages"]) == (7 + 6 * 7, 7 + 6 * 4)
+    # flags, header, numbers, mask, clean and dirty rows, gradients
+    assert (rows["messages"], by_host["messages"]) == (7 * 7, 7 * 4)
     assert plot.read_bytes().startswith(PNG)
     drawn = ["--curves", curves_of(), "--stats", stats, "--hot-rows", "9", "--micro-batches", "4"]
     text = output_of([*argv, *drawn, "--json", str(out)], capsys)

@@ -85,9 +85,8 @@ def _cluster(num_hosts: int = 2, num_places: int = 2) -> tuple[Cluster, np.ndarr
 
 def test_rows_travel_once_for_each_rank_or_host() -> None:
     cluster, _ = _cluster()
-    names = ("header", "bits", "ids", "mask", "rows", "gradients")
+    names = ("flags", "header", "bits", "ids", "mask", "rows", "gradients")
     flat, inside, across = ({name: np.zeros((4, 4), dtype=int) for name in names} for _ in range(3))
-    flat["flags"], across["flags"] = np.full((4, 4), 32), np.full((4, 4), 32)  # four of 8
 
     def travel(sent: dict[str, np.ndarray], asks: int, serves: int, t: int, ids: int) -> None:
         sent["ids"][asks, serves] += 4 * ids
@@ -95,6 +94,7 @@ def test_rows_travel_once_for_each_rank_or_host() -> None:
         sent["rows"][serves, asks] += 4 * DIMS[t]
         sent["gradients"][asks, serves] += 4 * DIMS[t]
 
+    flat["flags"] += 32  # four of 8
     flat["header"] += 8
     flat["bits"] += 8
     for rank in range(4):
@@ -102,6 +102,7 @@ def test_rows_travel_once_for_each_rank_or_host() -> None:
             relay = rank // 2 * 2 + home % 2
             inside["header"][rank, relay] += 8
             across["header"][relay, home] += 8
+            inside["flags"][rank, relay] = across["flags"][relay, home] = 32
             inside["bits"][rank, relay] += 8
             across["bits"][relay, home] += 8
         for t, row in _cold(rank, 1):

@@ -83,8 +83,23 @@ def test_uniform_ids_have_the_planners_price(num_places: int, bags: int) -> None
         plan = price_plan(works, by_form, {}, dict.fromkeys(range(2), name), pricer)
         assert found[name].step.step_ms == pytest.approx(plan.step.step_ms, rel=0.05), name
         assert found[name].step.num_micro_batches == plan.step.num_micro_batches
-        # flags and masks are not expected
+        # masks are not expected
         sent = {key: found[name].sent_bytes.get(key, 0) for key in plan.sent_bytes}
         assert sum(sent.values()) == pytest.approx(sum(plan.sent_bytes.values()), rel=0.01), name
     assert len(forms) == num_places
     assert pricing.price(cluster) == list(found.values())  # a price changes no count
+
+
+def test_the_latency_of_every_message_is_priced() -> None:
+    """Ours and stock's, on links that carry bytes in no time."""
+    stream, cluster = _cluster(4, 2)
+    first_used = count_step(stream, [cluster]).tolist()
+    pricing = Pricing(
+        stream=stream,
+        first_used=first_used,
+        curves=CommCurves.assumed(2, gbytes_per_s=1e12, latency_ms=0.5),
+        dense=DenseTimes(),
+        micro_batch_counts=[1],
+    )
+    for each in pricing.price(cluster):
+        assert each.step.wire_ms == pytest.approx(0.5 * each.messages), each.name

@@ -99,9 +99,8 @@ class Pricing:
         wires = [level.wire for level in levels.values()]
         for wire in wires:
             wire.multiply("header", num_words)
-        # header, row numbers, dirty mask, clean rows; dirty rows and gradients of each chunk; flags
-        num_exchanges = 4 + 2 * step.num_micro_batches
-        messages = num_exchanges * traffic.num_peers + size - 1
+        # flags, header, row numbers, dirty mask, clean rows; dirty rows and gradients of each chunk
+        messages = (5 + 2 * step.num_micro_batches) * traffic.num_peers
         chunks = chunk_shares(step.num_micro_batches, self.first_used).tolist()
         return replace(_priced(form, step, wires, messages), chunk_shares=chunks)
 

@@ -11,8 +11,13 @@ import numpy as np
 
 from torchrec_picasso.app.simulation.wire import Amounts, Wire
 from torchrec_picasso.cost.by_host import ByHost
-from torchrec_picasso.cost.hot_cold import WIRE_BYTES, WORD_BYTES, Exchange, HotColdTotals
-from torchrec_picasso.exchange.agreement import Flags
+from torchrec_picasso.cost.hot_cold import (
+    FLAGS_BYTES,
+    WIRE_BYTES,
+    WORD_BYTES,
+    Exchange,
+    HotColdTotals,
+)
 
 _ROW_NUMBER_BYTES = 4
 
@@ -71,14 +76,13 @@ class RowTraffic:
         return ByHost(**vars(direct), crossing=crossing, ranks_per_host=self.group_size)
 
     def add(self, rank: int, rows_W: Amounts, elements_W: Amounts) -> None:
-        """Adds the header of a rank, and its exchange with relays, or with home ranks: cold rows
-        and their elements by home rank."""
+        """Adds the flags and the header of a rank, and its exchange with relays, or with home
+        ranks: cold rows and their elements by home rank."""
         for level in self.levels.values():
             peers_W = (level.part_W == level.part_W[rank]).astype(np.int64)
             level.wire.send("header", rank, peers_W * WORD_BYTES * level.num_behind)
             level.wire.send("bits", rank, peers_W * level.bit_bytes)
-        # flags go directly to all ranks in each form; by host they are counted as sent across
-        level.wire.send("flags", rank, np.full_like(peers_W, WORD_BYTES * len(Flags())))
+            level.wire.send("flags", rank, peers_W * FLAGS_BYTES)
         if self.group_size == 1:
             self.end_group(rank, rows_W, rows_W, elements_W)
             return
