@@ -141,6 +141,11 @@ def _print_summary(summary: dict[str, Any], frame: pd.DataFrame) -> None:
         f"table_wise {over['table_wise']:.2f}, column_wise {over['column_wise']:.2f}"
         f"{_row_wise(over, frame)}"
     )
+    plans = {"this plan": summary["ranks"], **summary["stock_ranks"]}
+    sent = (
+        f"{name} {max(r['sent_bytes'] for r in each) / _MB:.1f}" for name, each in plans.items()
+    )
+    print(f"MB sent by the busiest rank: {', '.join(sent)}")
 
 
 def _row_wise(over: dict[str, float], frame: pd.DataFrame) -> str:
