@@ -129,7 +129,8 @@ def _print_summary(summary: dict[str, Any], frame: pd.DataFrame) -> None:
     print(
         f"memory per rank: homes {memory['home'] / _MIB:,.0f} MiB and replicas "
         f"{memory['replica'] / _MIB:,.1f} MiB, {memory['optimizer'] / _MIB:,.0f} MiB of both "
-        f"optimizer state; buffers {memory['buffers'] / _MIB:,.0f} MiB"
+        f"optimizer state; buffers {memory['buffers'] / _MIB:,.0f} MiB, "
+        f"{memory['lookahead'] / _MIB:,.0f} MiB of them for lookahead"
     )
     over = summary["busiest_over_mean"]
     fullest = max(summary["ranks"], key=lambda rank: rank["memory_bytes"])
