@@ -441,7 +441,7 @@ def _candidates(head: Head, batch: Batch) -> JaggedTensor:
 
 
 def _reordered(change: Callable[[Tensor], Tensor]) -> Program:
-    """As many outputs as candidates, in another order than theirs."""
+    """Gives an output per candidate, in another order than theirs."""
     head = changed(output=lambda head, _, batch: change(_candidates(head, batch).values()))
     what = "expected samples in dim 0"
     whole = [*IS, "batches are whole: "]
