@@ -7,7 +7,7 @@ Two CPU ranks train an EmbeddingCollection of one table: `--samples` histories o
 with a vector, so what a step holds is the tables' own: at the least the output and its gradient,
 lookups x dim x 4 bytes each. torch's profiler records each allocation of the whole process from
 before the model is built; the peak is the most that is held at once after the first steps, weights
-and optimizer state included. Predicted is what the planner says of steps with lookahead. With
+and optimizer state included. Predicted is what the planner says of such steps. With
 `--ranks-per-host` the ranks pretend to be on hosts, and the rows of ours travel by host. Sources
 are the innermost functions of torchrec, torchrec_picasso, or this file, that allocated what is held
 at the peak; of micro-batches only operators are recorded.
@@ -141,7 +141,7 @@ def make_pipeline(
         return TrainPipelineSparseDist(sharded, optimizer, device), None
     predicted = None
     if dist.get_rank() == 0:
-        predicted = _predicted(planner.decision, int(setting[0]))
+        predicted = _predicted(planner.decision, int(setting[0]), "ahead" in setting)
     pipeline = InterleavedTrainPipeline(
         sharded,
         optimizer,
@@ -152,10 +152,11 @@ def make_pipeline(
     return pipeline, predicted
 
 
-def _predicted(decision: Decision, num_parts: int) -> list[float]:
+def _predicted(decision: Decision, num_parts: int, lookahead: bool) -> list[float]:
     """Returns the predicted memory of each rank in that number of micro-batches."""
     summary, tables = summarize(decision), zip(decision.works, decision.num_hot, decision.forms)
-    buffers = hot_cold_memory_bytes(tables, num_parts)["buffers"]
+    memory = hot_cold_memory_bytes(tables, num_parts)
+    buffers = memory["buffers"] - (0.0 if lookahead else memory["lookahead"])
     planned = summary["memory_bytes"]["buffers"]
     return [rank["memory_bytes"] - planned + buffers for rank in summary["ranks"]]
 

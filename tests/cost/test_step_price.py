@@ -22,6 +22,7 @@ from torchrec_picasso.cost.stock import (
     deal_out,
     marginal_stock_costs,
     max_over_mean,
+    rank_loads,
     stock_cost,
 )
 from torchrec_picasso.cost.table_work import HOT_ROW_BYTES, TableLoad, TableWork
@@ -76,6 +77,27 @@ def test_the_busiest_rank_of_few_tables() -> None:
     assert max_over_mean("row_wise", [*tables, blocks], 2) == pytest.approx((75 + 135) / 150)
     # 16 columns on 3 ranks: the width divides them, and is a multiple of 4
     assert list(map(sorted, deal_out("column_wise", tables[:1], 3))) == [[0, 0, 1, 2]]
+
+
+def test_ranks_send_in_the_mean_what_is_priced() -> None:
+    skewed = [
+        load(lookups=100.0, is_sequence=s, row_wise_W=(70.0, 20.0, 10.0)) for s in (True, False)
+    ]
+    loads = [*skewed, load("c", num_embeddings=400, optimizer_share=0.5)]
+    for kind in ("row_wise", "table_wise", "column_wise"):
+        ranks = rank_loads(kind, loads, 3)
+        priced = stock_cost(kind, [TableWork(each, 3) for each in loads], WIRE, 3).sent_bytes
+        mean = sum(rank["sent_bytes"] for rank in ranks) / 3
+        assert mean == pytest.approx(sum(priced.values())), kind
+        stored = sum(rank["home_bytes"] for rank in ranks)
+        assert stored == pytest.approx(sum(each.num_embeddings * each.row_bytes for each in loads))
+    # 100 lookups in a rank's 50 sequences: ids and lengths to others, rows to two, gradients
+    first, *_, last = rank_loads("row_wise", skewed[:1], 3)
+    ids, row = 8, 16 * 4
+    assert first["sent_bytes"] == pytest.approx(30 * ids + 100 * 4 + (2 * 70 + 30) * row)
+    assert last["sent_bytes"] == pytest.approx(90 * ids + 100 * 4 + (2 * 10 + 90) * row)
+    on_one = [rank["sent_bytes"] for rank in rank_loads("table_wise", skewed[:1], 3)]
+    assert on_one == pytest.approx([200 * row, *[100 * ids + 50 * 4 + 100 * row] * 2])
 
 
 def test_marginal_costs_are_what_leaving_a_table_out_saves() -> None:

@@ -167,9 +167,12 @@ def test_a_rank_serves_its_home_rows_and_their_lookups() -> None:
     rows = np.array(served) / (4 * DIM)
     assert rows == pytest.approx([2.0, 1.0], abs=1e-3)
     assert np.subtract(received, sent) == pytest.approx(4 * (rows - rows[::-1]))  # row numbers
-    stock = summary["stock_served_lookups"]
+    stock = summary["stock_ranks"]
     by_tables = {"table_wise": [4 * 512, 2 * 512], "column_wise": [6 * 512, 6 * 512]}
-    assert stock == {"row_wise": [6 * 512, 0.0], **by_tables}
+    found = {kind: [rank["served_lookups"] for rank in each] for kind, each in stock.items()}
+    assert found == {"row_wise": [6 * 512, 0.0], **by_tables}
+    loads = ("ranks", "busiest_over_mean", "stock_ranks")
+    assert planner.explain().attrs == {name: summary[name] for name in loads}
 
 
 def test_rows_count_as_equally_often_asked_for_without_counts() -> None:

@@ -472,10 +472,25 @@ def test_a_tensor_of_the_batch_has_no_attributes() -> None:
     assert "has .scale on a tensor" in str(reason)
 
 
+def _ids(batch: Batch, name: str = "f") -> Tensor:
+    return batch.sparse_features[name].values()
+
+
 _OUTPUTS: dict[str, tuple[Callable[[Head, Tensor, Batch], Any], str | None]] = {
     "entries": (lambda head, out, batch: {"over": out > 0, "labels": batch.labels, "n": 3}, None),
     "mean": (lambda head, out, batch: (out.detach(), out.mean().detach()), None),
     "lists": (lambda head, out, batch: batch.sparse_features.to_dict()["f"], None),
+    "per lookup": (lambda head, out, batch: _ids(batch) * 2, None),
+    "flipped lookups": (lambda head, out, batch: _ids(batch).flip(0), "over the batch"),
+    "sorted lookups": (lambda head, out, batch: _ids(batch).sort()[0], "over the batch"),
+    "lookups of two": (
+        lambda head, out, batch: torch.cat([_ids(batch), _ids(batch, "g")]),
+        "puts samples behind samples",
+    ),
+    "two a lookup": (
+        lambda head, out, batch: torch.stack([_ids(batch)] * 2, 1).view(-1),
+        "for each lookup of batch.sparse_features['f']",
+    ),
     "sum": (lambda head, out, batch: out.sum(), "cannot be joined"),
     "several means": (lambda head, out, batch: out[:, None].mean(0), "cannot be joined"),
     "count": (lambda head, out, batch: out.mean().long(), "rounds a mean"),

@@ -120,6 +120,15 @@ class _OddLoss(Model):
         return (squares * clicked).sum() / clicked.sum().clamp(min=1)
 
 
+class _PerLookup(Model):
+    """An output per lookup of a feature, in a plain tensor."""
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        out = self.predict(self.look_up(batch.sparse_features), batch)
+        ids_N = batch.sparse_features["f"].values()
+        return self.loss(out, batch), ids_N * self.over.bias.detach()
+
+
 class _Made(Model):
     """Features that are changed on their way to the tables, by a module without parameters."""
 
@@ -337,6 +346,7 @@ FEATURES: Sequence[Feature] = (
     Feature("tables called by keyword", model=_Keyword),
     Feature("BatchNorm in the model", model=_Normed),
     Feature("a loss over some samples", model=_OddLoss),
+    Feature("an output per lookup", ("bags",), model=_PerLookup),
     Feature("input made inside the model", model=_Made),
     Feature("input made ahead of the model", model=_Made, options={"pipeline_postproc": True}),
     Feature("waves", waves={"t_b": 1}),

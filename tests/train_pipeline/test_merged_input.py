@@ -435,6 +435,21 @@ def _writing(layer: type[LateHalving], refused: tuple[int, ...] = (1, 2)) -> Pro
     return Program(model=_halved(layer), numbers=(1, 2), refused=refused, refusal=WRITES)
 
 
+def _candidates(head: Head, batch: Batch) -> JaggedTensor:
+    """A value per lookup of a feature."""
+    candidates = batch.sparse_features["g"]
+    values = candidates.values() * head.over.weight[0, 0]
+    return JaggedTensor(values=values.detach(), lengths=candidates.lengths())
+
+
+def _reordered(change: Callable[[Tensor], Tensor]) -> Program:
+    """Gives an output per candidate, in another order than theirs."""
+    head = changed(output=lambda head, _, batch: change(_candidates(head, batch).values()))
+    what = "expected samples in dim 0"
+    whole = [*IS, "batches are whole: "]
+    return Program(model=Merged, head=head, in_summary=whole, refusal=what)
+
+
 PROGRAMS = {
     "merged": Program(model=Merged, in_summary=IS, numbers=NUMBERS),
     "of tensors": Program(model=OfTensors, in_summary=IS, numbers=NUMBERS),
@@ -458,6 +473,8 @@ PROGRAMS = {
         stock=["t_g"],
         numbers=NUMBERS,
     ),
+    "outputs flipped": _reordered(lambda outputs_N: outputs_N.flip(0)),
+    "outputs sorted": _reordered(lambda outputs_N: outputs_N.sort()[0]),
     "buffer": Program(model=Buffered, in_summary=IS, numbers=NUMBERS),
     "noise": _refused(Noisy, "draws random numbers"),
     "dropout": _refused(Dropped, "draws random numbers (in training)"),
@@ -546,11 +563,10 @@ def test_a_slice_runs_once_per_batch_and_micro_batch_and_nothing_else_is_recorde
         assert not any("_version" in names for names in watched)
 
 
-def _per_candidate(self: Head, out: Tensor, batch: Batch) -> JaggedTensor:
-    """An output per lookup of a feature."""
-    candidates = batch.sparse_features["g"]
-    values = candidates.values() * self.over.weight[0, 0]
-    return JaggedTensor(values=values.detach(), lengths=candidates.lengths())
+def _per_candidate(self: Head, out: Tensor, batch: Batch) -> Any:
+    """With lengths, and without."""
+    candidates = _candidates(self, batch)
+    return candidates, torch.stack([candidates.values().sin(), candidates.values()], dim=1)
 
 
 def _weighted(self: Head, out: Tensor, batch: Batch) -> Any:
@@ -560,7 +576,8 @@ def _weighted(self: Head, out: Tensor, batch: Batch) -> Any:
 
 
 CANDIDATES = changed(output=_per_candidate, loss=_weighted)
-LIVES = [(model, k) for model in (Merged, ByMode, Shifted) for k in (1, 2, 4)]
+NUMBERS_OF_LIVES = (1, 2, 4, None)
+LIVES = [(model, k) for model in (Merged, ByMode, Shifted) for k in NUMBERS_OF_LIVES]
 NUM_STEPS = 10
 
 
@@ -568,13 +585,13 @@ def _live(rank: int, world_size: int) -> dict[Any, Any]:
     return {
         (model, k): _life(model, rank, k)
         for model in (Merged, ByMode, Shifted)
-        for k in (0, 1, 2, 4)
+        for k in (0, *NUMBERS_OF_LIVES)
     }
 
 
-def _life(kind: type[Model], rank: int, num_micro_batches: int) -> Any:
+def _life(kind: type[Model], rank: int, num_micro_batches: int | None) -> Any:
     """Outputs and tables of training and evaluation in turn; 0 micro-batches = stock."""
-    is_ours = num_micro_batches > 0
+    is_ours = num_micro_batches != 0
     model = kind(CANDIDATES)
     model.head.is_ours = is_ours
     sharded = build(model, () if is_ours else None)
@@ -598,8 +615,9 @@ def _life(kind: type[Model], rank: int, num_micro_batches: int) -> Any:
                 output = pipeline.progress(iterator)
             else:
                 output = _plain_step(sharded, optimizer, batch)
-        outputs.append((output.values(), output.lengths()))
+        outputs.append((output[0].values(), output[0].lengths(), output[1]))
     assert pipeline is None or pipeline.summary().startswith("ebc: interleaved")
+    assert pipeline is None or "whole" not in pipeline.summary()
     return outputs, gathered(sharded)
 
 
@@ -616,9 +634,9 @@ def _plain_step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> A
 
 
 @pytest.mark.parametrize(("model", "num_micro_batches"), LIVES)
-def test_training_and_evaluation_in_turn(model: type[Model], num_micro_batches: int) -> None:
-    """Outputs per candidate are joined by their lengths; autocast and sizes of batches change, and
-    the model is detached and attached again."""
+def test_training_and_evaluation_in_turn(model: type[Model], num_micro_batches: int | None) -> None:
+    """Outputs per candidate are joined, by their lengths or by a proof; autocast and sizes of
+    batches change, and the model is detached and attached again."""
     for results in run_once(_live, 2):
         found, expected = results[model, num_micro_batches], results[model, 0]
         tolerance = {"rtol": 2.0**-6, "atol": 2.0**-8}  # of bfloat16 in some steps

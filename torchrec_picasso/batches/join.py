@@ -1,8 +1,9 @@
 """Joins the outputs of micro-batches to the model's output for the whole batch.
 
-Only values with an unambiguous meaning are joined: samples are concatenated, 0-d float tensors are
-means over samples and are averaged by size, equal plain values stay. A sum over samples looks like
-a mean and is averaged too; a model that returns a sum needs its own function.
+Only values with an unambiguous meaning are joined: samples are concatenated, lookups too if it is
+proved that rows are theirs, 0-d float tensors are means over samples and are averaged by size,
+equal plain values stay. A sum over samples looks like a mean and is averaged too; a model that
+returns a sum needs its own function.
 
 Shape letters: B samples, F features, K micro-batches.
 """
@@ -26,13 +27,18 @@ JOIN_ADVICE = (
 )
 
 
-def join_outputs(outputs_K: Sequence[Any], sizes_K: Sequence[int]) -> Any:
+def join_outputs(
+    outputs_K: Sequence[Any], sizes_K: Sequence[int], *, is_proved: bool = False
+) -> Any:
     """Joins the outputs of micro-batches to the output of the whole batch.
 
     Tensors whose dim 0 is the micro-batch's size are concatenated, 0-d float tensors averaged with
     sizes as weights (in float32 at least), jagged and keyed tensors joined by sample. Dataclasses,
     NamedTuples, tuples, lists and dicts are joined member by member; equal plain values, and
     tensors that all micro-batches share, stay. Gradients flow through.
+
+    ``is_proved`` tells that dim 0 of every tensor is of samples, or of the lookups of one feature,
+    sample by sample (:func:`.prove`): then tensors of any numbers of rows are concatenated.
 
     An empty micro-batch does not count, for any output: not even a loss of NaN. If all are empty,
     the first one's output is that of the empty batch. A single output is returned unchanged.
@@ -47,10 +53,10 @@ def join_outputs(outputs_K: Sequence[Any], sizes_K: Sequence[int]) -> Any:
     if not counted:
         return outputs_K[0]
     outputs, sizes = [list(column) for column in zip(*counted)]
-    return outputs[0] if len(outputs) == 1 else _join(outputs, "output", sizes)
+    return outputs[0] if len(outputs) == 1 else _join(outputs, "output", sizes, is_proved)
 
 
-def _join(values: list[Any], path: str, sizes: list[int]) -> Any:
+def _join(values: list[Any], path: str, sizes: list[int], is_proved: bool) -> Any:
     """Joins values of one place of the output; ``path`` names it in errors."""
     # Tensor subclasses may differ between micro-batches, other types may not.
     values = [value.wait() if isinstance(value, Awaitable) else value for value in values]
@@ -61,13 +67,13 @@ def _join(values: list[Any], path: str, sizes: list[int]) -> Any:
         raise CompatError(f"{path}: micro-batches gave different types ({names}); {JOIN_ADVICE}")
     members = children_of(first)
     if members is not None:
-        return _join_members(values, [suffix for suffix, _ in members], path, sizes)
+        return _join_members(values, [s for s, _ in members], path, sizes, is_proved)
     if isinstance(first, JAGGED_TYPES):
         return _join_jagged(values, path, sizes)
     if isinstance(first, KeyedTensor):
-        return _join_keyed_tensors(values, path, sizes)
+        return _join_keyed_tensors(values, path, sizes, is_proved)
     if isinstance(first, Tensor):
-        return _join_tensors(values, path, sizes)
+        return _join_tensors(values, path, sizes, is_proved)
     if isinstance(first, PLAIN_TYPES):
         if all(value is first or value == first for value in values):
             return first
@@ -76,7 +82,9 @@ def _join(values: list[Any], path: str, sizes: list[int]) -> Any:
     raise CompatError(f"{path}: do not know how to join {type(first).__name__}; {JOIN_ADVICE}")
 
 
-def _join_members(values: list[Any], suffixes: list[str], path: str, sizes: list[int]) -> Any:
+def _join_members(
+    values: list[Any], suffixes: list[str], path: str, sizes: list[int], is_proved: bool
+) -> Any:
     by_suffix = [dict(children_of(value) or []) for value in values]
     for members in by_suffix:
         if members.keys() != set(suffixes):
@@ -85,13 +93,14 @@ def _join_members(values: list[Any], suffixes: list[str], path: str, sizes: list
                 f"{', '.join(members)}); {JOIN_ADVICE}"
             )
     by_member = {suffix: [members[suffix] for members in by_suffix] for suffix in suffixes}
-    joined = [_join(own, path + suffix, sizes) for suffix, own in by_member.items()]
+    joined = [_join(own, path + suffix, sizes, is_proved) for suffix, own in by_member.items()]
     return rebuild(values[0], joined, path, JOIN_ADVICE)
 
 
-def _join_tensors(values: list[Tensor], path: str, sizes: list[int]) -> Tensor:
+def _join_tensors(values: list[Tensor], path: str, sizes: list[int], is_proved: bool) -> Tensor:
     first = values[0]
-    if all(value.dim() and value.size(0) == size for value, size in zip(values, sizes)):
+    are_samples = all(v.dim() and v.size(0) == size for v, size in zip(values, sizes))
+    if are_samples or (is_proved and first.dim()):
         if all(value.shape[1:] == first.shape[1:] for value in values):
             return torch.cat(values)
     elif all(value is first for value in values):  # no samples, but a parameter or a constant
@@ -114,7 +123,9 @@ def _weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
     return torch.stack(terms).sum().to(dtype)
 
 
-def _join_keyed_tensors(values: list[KeyedTensor], path: str, sizes: list[int]) -> KeyedTensor:
+def _join_keyed_tensors(
+    values: list[KeyedTensor], path: str, sizes: list[int], is_proved: bool
+) -> KeyedTensor:
     """Joins pooled outputs ``(B, sum of D)`` of equal keys along dim 0."""
     first = values[0]
     forms = {(tuple(v.keys()), tuple(v.length_per_key()), v.key_dim()) for v in values}
@@ -123,7 +134,8 @@ def _join_keyed_tensors(values: list[KeyedTensor], path: str, sizes: list[int]) 
             f"{path}: expected KeyedTensors of the same keys and dims, with samples in dim 0; "
             f"{JOIN_ADVICE}"
         )
-    joined = _join_tensors([value.values() for value in values], f"{path}.values()", sizes)
+    own = [value.values() for value in values]
+    joined = _join_tensors(own, f"{path}.values()", sizes, is_proved)
     return made_like(first, values=joined)
 
 

@@ -19,6 +19,8 @@ micro-batches. Two matrices with their slack, in micro-batches sums too, and row
 _LOOKUP_BYTES = (100, 170)
 """Of ids and positions, per lookup, in the same two cases. Predictions of sequences and of pooled
 tables are within 10 % of measured peaks (``benchmarks.sequence_memory``, docs/dev/log.md)."""
+_AHEAD_ROWS, _AHEAD_LOOKUP_BYTES = 1.6, 20
+"""Of both, those of the next batch, which lookahead fetches: its matrix, and rows that are sent."""
 _SAMPLES = 1000  # of which micro-batches have shares
 
 
@@ -39,8 +41,9 @@ def hot_cold_memory_bytes(tables: Iterable[HotColdTable], num_parts: int = 1) ->
 
     ``home`` and ``replica`` are rows with their state, ``optimizer`` the state of both, and
     ``buffers`` those of a step in ``num_parts`` micro-batches with lookahead: rows, output, and
-    their gradients, those that a relay passes on included."""
-    home = replica = optimizer = buffers = 0.0
+    their gradients, those that a relay passes on included. ``lookahead`` are those of the buffers
+    that a step without lookahead does not have, a relay's not counted."""
+    home = replica = optimizer = buffers = lookahead = 0.0
     sizes_K = micro_batch_sizes(_SAMPLES, num_parts)
     matrices, lookup_bytes = _MATRICES[num_parts > 1], _LOOKUP_BYTES[num_parts > 1]
     with_gradient = 1 + max(sizes_K) / _SAMPLES
@@ -55,4 +58,8 @@ def hot_cold_memory_bytes(tables: Iterable[HotColdTable], num_parts: int = 1) ->
         buffers += load.lookups * lookup_bytes
         held_vectors, held_bytes = EXCHANGES[form].held(work, hot)
         buffers += held_bytes + (vectors + held_vectors) * load.dim * WIRE_BYTES
-    return {"home": home, "replica": replica, "optimizer": optimizer, "buffers": buffers}
+        if not FORMS[form].sends_bags:
+            lookahead += _AHEAD_ROWS * work.unique * load.dim * WIRE_BYTES
+            lookahead += load.lookups * _AHEAD_LOOKUP_BYTES
+    found = {"home": home, "replica": replica, "optimizer": optimizer}
+    return found | {"buffers": buffers, "lookahead": lookahead}

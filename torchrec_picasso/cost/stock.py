@@ -12,6 +12,7 @@ Source: TorchRec ``distributed/sharding/{tw,rw,cw,dp}_sharding.py``,
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -232,24 +233,56 @@ def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: in
             sum(lookups * load.dim for lookups, load in zip(lookups_T, loads))
             for lookups_T in zip(*_row_wise(loads, world_size))
         )
-    rank_loads = [0.0] * world_size
+    load_W = [0.0] * world_size
     if sharding_type in ("table_wise", "column_wise"):
         for load, ranks in zip(loads, deal_out(sharding_type, loads, world_size)):
             for rank in ranks:
-                rank_loads[rank] += load.vectors * load.dim / len(ranks)
-    return over_mean(rank_loads)
+                load_W[rank] += load.vectors * load.dim / len(ranks)
+    return over_mean(load_W)
 
 
-def served_lookups(sharding_type: str, loads: Sequence[TableLoad], world_size: int) -> list[float]:
-    """Returns the lookups of all ranks' batches that each rank serves: those in its equal block of
-    rows, or in the tables or columns that are placed on it."""
+def rank_loads(
+    sharding_type: str, loads: Sequence[TableLoad], world_size: int
+) -> list[dict[str, float]]:
+    """Predicts what each rank serves, sends and stores in one step, if all tables were
+    ``row_wise``, ``table_wise`` or ``column_wise``.
+
+    ``served_lookups`` are those of all ranks' batches in its rows, tables or columns,
+    ``sent_bytes`` ids, rows and gradients, which have the means of :func:`stock_cost`, and
+    ``home_bytes`` rows with their optimizer state.
+    """
+    is_row_wise, others = sharding_type == "row_wise", world_size - 1
+    names = ("served_lookups", "sent_bytes", "home_bytes")
+    found = [dict.fromkeys(names, 0.0) for _ in range(world_size)]
+    for load, parts_W in zip(loads, _parts(sharding_type, loads, world_size)):
+        num_parts = sum(parts_W)
+        for rank, parts in zip(found, parts_W):
+            elsewhere = num_parts - parts  # parts that other ranks have
+            lengths = load.bags * (others if is_row_wise else elsewhere)
+            # rows for other ranks, and gradients of rows from other ranks; or partial sums
+            is_summed = is_row_wise and not load.is_sequence
+            vectors = 2 * others if is_summed else (parts * others + elsewhere) / num_parts
+            ids = elsewhere * load.lookups * _ID_BYTES + lengths * _LENGTH_BYTES
+            share = 1 / world_size if is_row_wise else parts / num_parts
+            rank["served_lookups"] += world_size * parts * load.lookups
+            rank["sent_bytes"] += ids + vectors * load.vectors * load.dim * _WIRE_BYTES
+            rank["home_bytes"] += share * load.num_embeddings * load.row_bytes
+    return found
+
+
+def _parts(
+    sharding_type: str, loads: Sequence[TableLoad], world_size: int
+) -> list[Sequence[float]]:
+    """Returns the parts of each table on each rank: whole tables or columns, or the share of the
+    lookups in its equal block of rows."""
     if sharding_type == "row_wise":
-        return [world_size * sum(lookups_T) for lookups_T in zip(*_row_wise(loads, world_size))]
-    served_W = [0.0] * world_size
-    for load, ranks in zip(loads, deal_out(sharding_type, loads, world_size)):
-        for rank in ranks:
-            served_W[rank] += world_size * load.lookups
-    return served_W
+        even = [1 / world_size] * world_size
+        return [
+            [lookups / total for lookups in lookups_W] if (total := sum(lookups_W)) else even
+            for lookups_W in _row_wise(loads, world_size)
+        ]
+    dealt = map(Counter, deal_out(sharding_type, loads, world_size))
+    return [[ranks[rank] for rank in range(world_size)] for ranks in dealt]
 
 
 def _row_wise(loads: Sequence[TableLoad], world_size: int) -> list[Sequence[float]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrec_picasso.cost.forms import EXCHANGES, home_row_bytes, hot_cold_memory_bytes
 from torchrec_picasso.cost.hot_cold import WIRE_BYTES, id_bytes
-from torchrec_picasso.cost.stock import max_over_mean, over_mean, served_lookups
+from torchrec_picasso.cost.stock import max_over_mean, over_mean, rank_loads
 from torchrec_picasso.placement import FORMS
 from torchrec_picasso.planner.decision import Decision
 
@@ -23,11 +23,16 @@ def explain(decision: Decision) -> pd.DataFrame:
     ``lookups, unique_rows, cold_rows`` (expected, per rank and step), ``row_wise_load`` (lookups of
     the busiest rank over the mean under stock row-wise sharding; missing without statistics),
     ``home_bytes, replica_bytes`` (mean per rank, if hot/cold), ``why``.
+
+    Its ``attrs`` have the loads of ranks of :func:`summarize`: ``ranks``, ``busiest_over_mean``,
+    ``stock_ranks``.
     """
     import pandas as pd
 
     lines = [_line(decision, index) for index in range(len(decision.works))]
-    return pd.DataFrame(lines).astype({"wave": "Int64"})
+    frame = pd.DataFrame(lines).astype({"wave": "Int64"})
+    frame.attrs |= _loads(decision, _memory(decision))
+    return frame
 
 
 def summarize(decision: Decision) -> dict[str, Any]:
@@ -41,22 +46,21 @@ def summarize(decision: Decision) -> dict[str, Any]:
     rank the lookups of all ranks' batches in its rows, of which it sends each distinct one once,
     and its bytes; stock tables and bags count as means. ``busiest_over_mean``: by quantity the
     busiest rank over the mean, of stock ``row_wise`` (lookups times dim, with statistics only),
-    ``table_wise`` and ``column_wise`` (outputs) too. ``stock_served_lookups``: those of each rank,
-    if all tables had one of these types.
+    ``table_wise`` and ``column_wise`` (outputs) too. ``stock_ranks``: lookups served, bytes sent
+    and stored by each rank, if all tables had one of these types; buffers of stock tables are not
+    predicted.
     """
     step, homes, curves = decision.step, decision.homes, decision.curves
-    plan = zip(decision.works, decision.num_hot, decision.forms)
-    chosen = [(work, num_hot, form) for work, num_hot, form in plan if form]
-    memory = hot_cold_memory_bytes(chosen, step.num_micro_batches)
+    num_hot_cold, memory = sum(map(bool, decision.forms)), _memory(decision)
     summary: dict[str, Any] = {
         "world_size": decision.world_size,
         "batch_size": decision.batch_size,
-        "hot_cold_tables": len(chosen),
-        "stock_tables": len(decision.works) - len(chosen),
+        "hot_cold_tables": num_hot_cold,
+        "stock_tables": len(decision.works) - num_hot_cold,
         "bag_tables": decision.forms.count("bags"),
         "tables_by_host": decision.forms.count("node_rows"),
         "hot_rows": sum(decision.num_hot),
-        "num_micro_batches": step.num_micro_batches if chosen else None,
+        "num_micro_batches": step.num_micro_batches if num_hot_cold else None,
         "step_ms": step.step_ms,
         "wire_ms": step.wire_ms,
         "compute_ms": step.compute_ms,
@@ -67,8 +71,7 @@ def summarize(decision: Decision) -> dict[str, Any]:
         "memory_bytes": memory,
         "home_max_over_mean": homes.max_over_mean if homes is not None else None,
         "even_home_max_over_mean": homes.even_max_over_mean if homes is not None else None,
-        "ranks": (ranks := _ranks(decision, memory)),
-        **_stock_loads(decision, ranks),
+        **_loads(decision, memory),
         "curves": curves.mismatch(world_size=decision.world_size, device=curves.device)
         or "of this world size",
     }
@@ -77,6 +80,27 @@ def summarize(decision: Decision) -> dict[str, Any]:
         summary["stock_sent_bytes"] = sum(stock.sent_bytes.values())
         summary["speedup"] = stock.step.step_ms / step.step_ms if step.step_ms else None
     return summary
+
+
+def _memory(decision: Decision) -> dict[str, float]:
+    """Predicts the mean memory per rank of the chosen step."""
+    plan = zip(decision.works, decision.num_hot, decision.forms)
+    chosen = [(work, num_hot, form) for work, num_hot, form in plan if form]
+    return hot_cold_memory_bytes(chosen, decision.step.num_micro_batches)
+
+
+def _loads(decision: Decision, memory: Mapping[str, float]) -> dict[str, Any]:
+    """Predicts the loads of ranks, beside those of stock plans."""
+    ranks, world_size = _ranks(decision, memory), decision.world_size
+    loads = [work.load for work in decision.works]
+    over = {name: over_mean(rank[name] for rank in ranks) for name in ranks[0]}
+    by_rows = ["row_wise"] if any(load.row_wise_W for load in loads) else []
+    kinds = [*by_rows, "table_wise", "column_wise"]
+    return {
+        "ranks": ranks,
+        "busiest_over_mean": over | {k: max_over_mean(k, loads, world_size) for k in kinds},
+        "stock_ranks": {k: rank_loads(k, loads, world_size) for k in kinds},
+    }
 
 
 def _ranks(decision: Decision, memory: Mapping[str, float]) -> list[dict[str, float]]:
@@ -126,18 +150,6 @@ def _lookups_by_home(decision: Decision) -> list[Sequence[float]]:
         lookups_W = decision.home_lookups.get(i, (mean,) * world_size)
         found.append([world_size * lookups for lookups in lookups_W])
     return found
-
-
-def _stock_loads(decision: Decision, ranks: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Compares the loads of ranks with those of stock plans."""
-    loads, world_size = [work.load for work in decision.works], decision.world_size
-    over = {name: over_mean(rank[name] for rank in ranks) for name in ranks[0]}
-    by_rows = ["row_wise"] if any(load.row_wise_W for load in loads) else []
-    kinds = [*by_rows, "table_wise", "column_wise"]
-    return {
-        "busiest_over_mean": over | {k: max_over_mean(k, loads, world_size) for k in kinds},
-        "stock_served_lookups": {k: served_lookups(k, loads, world_size) for k in kinds},
-    }
 
 
 def why_nothing_is_hot_cold(decision: Decision) -> str | None:

@@ -2,12 +2,13 @@
 
 The model's forward runs once, with tensors that have shapes but no data, and symbols in
 place of a batch's sizes. A rule for every operator derives how its output depends on the batch: the
-same for every batch, an entry for each sample that only this sample's inputs decide, or a mean over
-samples. If the loss is such a mean, outputs are such entries or means, and the forward has no other
-effect, then the batch may be split into any consecutive parts: the weighted mean of their losses is
-the loss of the batch, their gradients sum to its gradient, and their outputs join to its output.
-A tensor that only tables get, as an input that is made ahead of the model, may depend on the batch
-in any way: tables look up the whole batch's input, and a micro-batch gets its part of the result.
+same for every batch, an entry for each sample or lookup that only its sample's inputs decide, or a
+mean over samples. If the loss is such a mean, outputs are such entries in order or means, and the
+forward has no other effect, then the batch may be split into any consecutive parts: the weighted
+mean of their losses is the loss of the batch, their gradients sum to its gradient, and their
+outputs join to its output. A tensor that only tables get, as an input that is made ahead of the
+model, may depend on the batch in any way: tables look up the whole batch's input, and a micro-batch
+gets its part of the result.
 
 Anything without a rule is unproved. That costs speed, never exactness.
 
@@ -299,13 +300,15 @@ def _judge_output(value: Any, path: str, follower: Follower) -> None:
 
 
 def _judge_tensor(tensor: Tensor, path: str, follower: Follower) -> None:
-    """Checks one tensor of the output: one row per sample in dim 0, or a 0-d mean."""
+    """Checks one tensor of the output: in dim 0 one row per sample, or per lookup of one feature,
+    which are stored sample by sample; or a 0-d mean."""
     if not isinstance(tensor, FakeTensor):
         raise UnprovedError(f"{path} is a tensor of the model, which moves with it")
     value = follower.value_of(tensor)
     if value.kind is Kind.ROWS:
-        if not _is_list(tensor, SAMPLES, follower):
-            raise UnprovedError(f"{path} is not one entry for each sample in dim 0")
+        if not follower.sizes.is_list(tensor, value):
+            rows = "sample" if value.rows == SAMPLES else f"lookup of {value.rows}"
+            raise UnprovedError(f"{path} is not one entry for each {rows} in dim 0")
     elif value.kind not in (Kind.MEAN, Kind.SAME) or tensor.dim():
         raise UnprovedError(f"{path} is {value.kind.value}, so it cannot be joined")
     elif not tensor.is_floating_point():

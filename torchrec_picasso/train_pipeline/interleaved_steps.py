@@ -70,8 +70,9 @@ class InterleavedSteps(Steps):
         """Takes a step on this rank's next batch; see :class:`.Steps`. Collective."""
         with self._program.inference.left():
             inflight = self._run(batches)
-        sizes = [run.num_samples for run in inflight.runs]
-        output = self._program.options.join(list(inflight.outputs_K.values()), sizes)
+        outputs_K = list(inflight.outputs_K.values())
+        sizes_K, is_proved = [run.num_samples for run in inflight.runs], self._policy.is_proved
+        output = self._program.options.join(outputs_K, sizes_K, is_proved=is_proved)
         inflight.forget()
         return Step(output, inflight.num_samples, inflight.groups)
 

@@ -1,4 +1,4 @@
-"""Makes inputs of tables ahead of the model, once per batch, by its slices (``input_slice.py``).
+"""Makes tables' inputs ahead of the model, per batch and micro-batch (slices: ``input_slice.py``).
 
 A slice runs on the whole batch when the batch is read. The model's forward of a whole batch gets
 the results of the slice's operators instead of computing them again, and each module checks that it

@@ -57,7 +57,7 @@ class PipelineOptions:
     on the stream of input dists."""
     join_outputs: JoinOutputs | None = None
     """Joins the outputs of the parts, ``(outputs, sizes) -> output``; ``None`` joins the types that
-    ``split_batch=None`` cuts."""
+    ``split_batch=None`` cuts, and where a proof shows it, tensors of a row per lookup."""
     loss_reduction: str = "mean"
     """Whether the model's losses are a ``"mean"`` over samples, a ``"sum"``, or a ``"ratio"`` of
     two sums, such as weighted losses over weights: then the model returns ``((numerators,
@@ -96,10 +96,13 @@ class PipelineOptions:
         """Splits a batch."""
         return self.split_batch or split_batch
 
-    @property
-    def join(self) -> JoinOutputs:
-        """Joins outputs."""
-        return self.join_outputs or join_outputs
+    def join(
+        self, outputs_K: Sequence[Any], sizes_K: Sequence[int], *, is_proved: bool = False
+    ) -> Any:
+        """Joins outputs. With ``join_outputs`` of the user nothing is proved."""
+        if self.join_outputs is not None:
+            return self.join_outputs(outputs_K, sizes_K)
+        return join_outputs(outputs_K, sizes_K, is_proved=is_proved)
 
 
 REFUSED_OPTIONS: Mapping[str, str] = {

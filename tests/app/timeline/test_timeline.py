@@ -30,6 +30,8 @@ ALL_REDUCES = {"reduce_hot", "backward"}
 
 
 def _trace(rank: int, world_size: int) -> Timeline:
+    # messages, whose end no event tells
+    all_to_all._SMALL_BYTES, all_to_all._SMALL_S = 0, 0.0
     model = build(JOB, rank, world_size)
     pipeline = InterleavedTrainPipeline(
         model,
@@ -44,8 +46,6 @@ def _trace(rank: int, world_size: int) -> Timeline:
         patch.setattr(
             micro_batch_policy, "is_due", lambda step: False
         )  # no waits beside the schedule's
-        patch.setattr(all_to_all, "_SMALL_BYTES", 0)  # messages, whose end no event tells
-        patch.setattr(all_to_all, "_SMALL_S", 0.0)
         pipeline.progress(batches)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             for _ in range(JOB.num_steps - 1):  # to the end of data, see Timeline

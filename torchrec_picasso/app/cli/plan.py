@@ -129,7 +129,8 @@ def _print_summary(summary: dict[str, Any], frame: pd.DataFrame) -> None:
     print(
         f"memory per rank: homes {memory['home'] / _MIB:,.0f} MiB and replicas "
         f"{memory['replica'] / _MIB:,.1f} MiB, {memory['optimizer'] / _MIB:,.0f} MiB of both "
-        f"optimizer state; buffers {memory['buffers'] / _MIB:,.0f} MiB"
+        f"optimizer state; buffers {memory['buffers'] / _MIB:,.0f} MiB, "
+        f"{memory['lookahead'] / _MIB:,.0f} MiB of them for lookahead"
     )
     over = summary["busiest_over_mean"]
     fullest = max(summary["ranks"], key=lambda rank: rank["memory_bytes"])
@@ -141,6 +142,11 @@ def _print_summary(summary: dict[str, Any], frame: pd.DataFrame) -> None:
         f"table_wise {over['table_wise']:.2f}, column_wise {over['column_wise']:.2f}"
         f"{_row_wise(over, frame)}"
     )
+    plans = {"this plan": summary["ranks"], **summary["stock_ranks"]}
+    sent = (
+        f"{name} {max(r['sent_bytes'] for r in each) / _MB:.1f}" for name, each in plans.items()
+    )
+    print(f"MB sent by the busiest rank: {', '.join(sent)}")
 
 
 def _row_wise(over: dict[str, float], frame: pd.DataFrame) -> str:
