@@ -15,9 +15,8 @@ from tests.rows import worlds
 from torchrec_picasso.ops.segment_reduction import gradient_of_rows, pool_rows
 from torchrec_picasso.rows.batch_gradients import BatchGradients, update_rows
 from torchrec_picasso.rows.batch_rows import BatchRows
-from torchrec_picasso.rows.group import ROUTES, RowBuffers
+from torchrec_picasso.rows.group import RowBuffers
 from torchrec_picasso.rows.request import RowRequest
-from torchrec_picasso.rows.row_route import RowRoute
 
 PROPERTY = settings(max_examples=8, deadline=None, derandomize=True, database=None)
 NUM_STEPS = 2
@@ -173,28 +172,6 @@ def test_a_batch_trains_as_rows_one_by_one(
     @given(batches(world_size, num_parts))
     def holds(steps: list[list[tuple[Bags, list[int]]]]) -> None:
         _train(world, steps, num_parts, lookahead, in_waves)
-
-    holds()
-
-
-class _OtherRoute(RowRoute):
-    """A further route, for tables beside those of the first one."""
-
-    name = "other"
-
-
-@pytest.mark.parametrize("lookahead", [False, True])
-def test_a_further_route_is_registered(lookahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ROUTES, "other", _OtherRoute)
-    first, second, *others = worlds.TABLES[2]
-    tables = [replace(t, route="other", pack=pack) for pack, t in enumerate(others)]
-    world = worlds.make_world(2, [first, second, *tables])
-    assert [route.name for route in world.groups[0].routes] == ["rows", "other"]
-
-    @PROPERTY
-    @given(batches(2, 3))
-    def holds(steps: list[list[tuple[Bags, list[int]]]]) -> None:
-        _train(world, steps, 3, lookahead, in_waves=True)
 
     holds()
 

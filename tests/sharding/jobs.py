@@ -8,7 +8,7 @@ weights and sees the same batches, so two results can be compared number by numb
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -30,7 +30,7 @@ import torchrec_picasso as picasso
 from tests.support.hosts import pretend_hosts
 from tests.support.placing import distribute, place, wire_codecs
 from tests.support.tables import Table, bags_of
-from torchrec_picasso.placement import Form
+from torchrec_picasso.placement import FORMS, Form
 from torchrec_picasso.sharding.in_backward import HotColdPooledLookup, HotColdSequenceLookup
 from torchrec_picasso.storage import row_storage
 from torchrec_picasso.storage.row_storage import RowStorage
@@ -73,7 +73,8 @@ class Job:
     """One training run.
 
     ``placement`` maps a table to ``table_wise``, ``row_wise``, ``data_parallel``, a number of hot
-    rows, or ``bags``: hot/cold, its bags travel; ``"*"`` stands for all others.
+    rows, or the name of a form, such as ``bags``: hot/cold, without hot rows; ``"*"`` stands for
+    all others.
     """
 
     placement: Mapping[str, str | int]
@@ -273,15 +274,17 @@ def way_of(where: str | int | None, owner: int) -> Any:
     """How TorchRec places a table; ``owner`` is the rank of one that is placed table-wise."""
     if where == "data_parallel":
         return data_parallel()
-    return row_wise() if where == "row_wise" or isinstance(where, int) else table_wise(rank=owner)
+    form = FORMS.get(where if isinstance(where, str) else "rows")
+    sharding_type = where if form is None else form.sharding_type
+    return row_wise() if sharding_type == "row_wise" else table_wise(rank=owner)
 
 
 def params_of(
     where: str | int | None, rows: int, wave: int, by_host: bool = False
 ) -> picasso.HotColdParams | None:
     """Of a hot/cold table: hot is every third row, so that homes share hot rows."""
-    if where == "bags":
-        return picasso.HotColdParams(form="bags")
+    if isinstance(where, str) and where in FORMS:
+        return picasso.HotColdParams(form=cast(Form, where))
     if not isinstance(where, int):
         return None
     by_thirds = sorted(range(rows), key=lambda row: (row % 3, row))
