@@ -125,7 +125,7 @@ def test_curves_of_another_cluster_are_used_with_a_warning_that_names_both(
 REFUSALS: list[tuple[list[str], str]] = [
     (["--world-size", "1"], "--world-size: expected at least 2, got 1"),
     (["--memory-gib", "nan"], "--memory-gib"),
-    (["--hot-rows", "-1"], "hot_rows is -1 for"),
+    (["--hot-rows", "-1"], "--hot-rows: expected at least 0, got -1"),
     (["--hot-rows", "100000000"], "hot_rows is 100000000 for"),
     (["--hot-rows", "5"], "hot_rows=5 requires the most frequent rows"),
     (["--stats", "DIR/none"], "there is no statistics file DIR/none"),
@@ -350,11 +350,11 @@ def test_a_step_is_simulated_on_many_ranks(
     ("options", "why"),
     [
         (["--link-mbit", "0"], "--link-mbit: expected more than 0, got 0"),
-        (["--link-mbit", "9", "--ranks", "1025"], "--ranks: expected 1 to 1024, whole hosts of 1"),
+        (["--link-mbit", "9", "--ranks", "1025"], "--ranks: expected 1 to 1,024, got 1025"),
         (["--link-mbit", "9", "--ranks", "6", "--ranks-per-host", "4"], "whole hosts of 4, got 6"),
         (["--link-mbit", "9", "--ranks-per-host", "17"], "--ranks-per-host: expected 1 to 16"),
         (["--link-mbit", "9", "--ranks", "2", "--hot-rows", "5"], "there are no statistics"),
-        (["--link-mbit", "9", "--micro-batches", "0"], "--micro-batches: expected 1 to 256, the"),
+        (["--link-mbit", "9", "--micro-batches", "0"], "--micro-batches: expected at least 1, got"),
         (["--link-mbit", "9", "--micro-batches", "257"], "--micro-batches: expected 1 to 256, the"),
         (["--link-mbit", "9", "--latency-ms", "-1"], "--latency-ms: expected at least 0 milli"),
         (["--link-mbit", "9", "--dense-ms", "nan"], "--dense-ms: expected at least 0 milliseconds"),

@@ -117,7 +117,7 @@ def test_a_dense_part_is_measured_without_its_tables(tmp_path: Path, capsys: Cap
     given = output_of([*argv, "--dense-ms", "250"], capsys)
     assert "250.0 ms of it dense" in given
     assert "the dense part not known" in output_of([*argv, "--dense-ms", "0"], capsys)
-    assert "--dense-ms: expected at least 0, got -1" in error_of(
+    assert "--dense-ms: expected at least 0 milliseconds, got -1" in error_of(
         [*argv, "--dense-ms", "-1"], capsys
     )
 
@@ -135,7 +135,7 @@ def test_a_small_budget_is_told_by_the_largest_size(tmp_path: Path, capsys: Capt
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--max-mib", "0.001"], "--max-mib: expected at least 0.004 (4 KiB), got 0.001"),
+        (["--max-mib", "0.001"], "--max-mib: expected at least 0.00390625 (4 KiB), got 0.001"),
         (["--budget", "0"], "--budget: expected more than 0 seconds, got 0"),
         (["--budget", "nan"], "--budget: expected more than 0 seconds, got nan"),
         (["--ranks", "0"], "--ranks: expected at least 1, got 0"),

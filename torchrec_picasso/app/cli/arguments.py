@@ -6,9 +6,14 @@ This file imports neither PyTorch nor TorchRec, so ``--help`` and wrong argument
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
+from torchrec_picasso.app.cli.outputs import check_outputs
 from torchrec_picasso.app.zoo.kinds import DLRM, model_kinds
+from torchrec_picasso.errors import ConfigError
 
 _Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -38,6 +43,45 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     return parser
 
 
+@dataclass(frozen=True)
+class Range:
+    """The numbers that an argument may be, and their words."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+def _at_least(least: float, words: str = "") -> Range:
+    return Range(f"at least {least:g}{words}", lambda number: least <= number < math.inf)
+
+
+def _more_than_zero(unit: str = "") -> Range:
+    return Range(f"more than 0{unit}", lambda number: 0 < number < math.inf)
+
+
+def _up_to(most: int, least: int = 0) -> Range:
+    return Range(f"{least} to {most:,}", lambda number: least <= number <= most)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Checks numbers and the files to write; takes what it needs for it out of ``args``.
+
+    Raises:
+        ConfigError: If a number is out of its range, or a file cannot be written.
+    """
+    check_outputs(args, *vars(args).pop("outputs"))
+    for name, allowed in vars(args).pop("ranges").items():
+        given = getattr(args, name)
+        for number in given if isinstance(given, list) else [given]:
+            if number is not None and not allowed.holds(number):
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag}: expected {allowed.words}, got {number:g}")
+
+
+def _name_of(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
 class _Command:
     """A subcommand; each example is a line of its arguments."""
 
@@ -57,18 +101,29 @@ class _Command:
             epilog="\n".join(("example:", *lines)),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self._ranges: dict[str, Range] = {}
+        self._outputs: list[str] = []
+        self.parser.set_defaults(ranges=self._ranges, outputs=self._outputs)
 
     def text(self, flag: str, metavar: str, help: str, default: str | None = None) -> None:
         self.parser.add_argument(flag, metavar=metavar, default=default, help=help)
 
     def out(self, help: str) -> None:
         self.parser.add_argument("-o", "--out", required=True, metavar="FILE", help=help)
+        self._outputs.append("out")
+
+    def file(self, flag: str, help: str) -> None:
+        self.text(flag, "FILE", help)
+        self._outputs.append(_name_of(flag))
 
     def config(self, help: str = "YAML configuration") -> None:
         self.parser.add_argument("--config", required=True, metavar="FILE", help=help)
 
-    def integer(self, flag: str, help: str, default: int | None = None) -> None:
+    def integer(
+        self, flag: str, allowed: Range | None, help: str, default: int | None = None
+    ) -> None:
         self.parser.add_argument(flag, type=int, metavar="N", default=default, help=help)
+        self.limit(flag, allowed)
 
     def rank_order(self) -> None:
         self.text(
@@ -77,8 +132,15 @@ class _Command:
             "number torchrun's ranks in the order of hosts that `torchrec-picasso order` wrote",
         )
 
-    def number(self, flag: str, metavar: str, help: str, default: float | None = None) -> None:
+    def number(
+        self, flag: str, metavar: str, allowed: Range, help: str, default: float | None = None
+    ) -> None:
         self.parser.add_argument(flag, type=float, metavar=metavar, default=default, help=help)
+        self.limit(flag, allowed)
+
+    def limit(self, flag: str, allowed: Range | None) -> None:
+        if allowed is not None:
+            self._ranges[_name_of(flag)] = allowed
 
 
 def _demo(subcommands: _Subcommands) -> None:
@@ -110,21 +172,31 @@ def _demo(subcommands: _Subcommands) -> None:
         help=f"any of `torchrec-picasso models` (default: {DLRM})",
     )
     command.integer(
-        "--steps", "steps of each side (default: 30, fewer where they take longer than a minute)"
+        "--steps",
+        _at_least(10),  # warm-up, counted steps and one timed block
+        "steps of each side (default: 30, fewer where they take longer than a minute)",
     )
-    command.integer("--ranks", "processes on this machine (default: 2)", 2)
-    command.integer("--seed", "seed of weights and generated samples (default: 0)", 0)
+    command.integer(
+        "--ranks", _at_least(2, ", which share a link"), "processes on this machine (default: 2)", 2
+    )
+    command.integer("--seed", None, "seed of weights and generated samples (default: 0)", 0)
     command.integer(
         "--batch-size",
+        _at_least(1),
         "samples per rank and step (default: 4096 for a dlrm, 128 for an hstu, 512 for others)",
     )
-    command.integer("--dim", "columns of every table (default: 64, or 16 with histories)")
     command.integer(
-        "--hot-rows", "replicated rows, a total over all tables (default: the planner's choice)"
+        "--dim", _at_least(4), "columns of every table (default: 64, or 16 with histories)"
+    )
+    command.integer(
+        "--hot-rows",
+        _at_least(0),
+        "replicated rows, a total over all tables (default: the planner's choice)",
     )
     command.number(
         "--rate-mbit",
         "R",
+        _up_to(1_000_000),
         "compare also on a loopback that is held to R Mbit/s for each rank, if Linux has unshare "
         "and tc; 0 = only on the loopback (default: 1000)",
         1000.0,
@@ -144,7 +216,9 @@ def _doctor(subcommands: _Subcommands) -> None:
         ),
         "torchrec-picasso doctor",
     )
-    command.integer("--ranks", "processes to spawn (default: 2)", 2)
+    command.integer(
+        "--ranks", _at_least(2, ", which share a link"), "processes to spawn (default: 2)", 2
+    )
 
 
 def _models(subcommands: _Subcommands) -> None:
@@ -189,18 +263,20 @@ def _stats(subcommands: _Subcommands) -> None:
         "--rows", "N", "rows of the tables, one number or c1=N,c2=N (default: largest id + 1)"
     )
     parser.add_argument("--hash", action="store_true", help="take ids modulo the table's rows")
-    command.integer("--batches", "generated batches (default: 100)", 100)
+    command.integer("--batches", _at_least(1), "generated batches (default: 100)", 100)
     command.integer(
         "--batch-size",
+        _at_least(1),
         "samples of a batch, for the printed figures (default: the configuration's, or 4096)",
     )
-    command.integer("--hot-rows", "size of a hot set to evaluate")
+    command.integer("--hot-rows", _at_least(1), "size of a hot set to evaluate")
     command.integer(
         "--max-rows-counted",
+        _at_least(1),
         "rows of a large table counted one by one, 16 bytes each (default: 1048576)",
         1 << 20,
     )
-    command.text("--plot", "FILE", "draw coverage curves, such as stats.png")
+    command.file("--plot", "draw coverage curves, such as stats.png")
 
 
 def _calibrate(subcommands: _Subcommands) -> None:
@@ -219,13 +295,29 @@ def _calibrate(subcommands: _Subcommands) -> None:
     )
     command.out("JSON file to write")
     command.integer(
-        "--ranks", "processes to spawn; under torchrun its world size counts (default: 2)", 2
+        "--ranks",
+        _at_least(1),
+        "processes to spawn; under torchrun its world size counts (default: 2)",
+        2,
     )
-    command.number("--max-mib", "M", "largest buffer per rank, MiB (default: 64)", 64)
-    command.number("--seconds", "S", "largest time per size, approximate (default: 0.3)", 0.3)
+    command.number(
+        "--max-mib",
+        "M",
+        _at_least(1 / 256, " (4 KiB)"),
+        "largest buffer per rank, MiB (default: 64)",
+        64,
+    )
+    command.number(
+        "--seconds",
+        "S",
+        _more_than_zero(" seconds"),
+        "largest time per size, approximate (default: 0.3)",
+        0.3,
+    )
     command.number(
         "--budget",
         "S",
+        _more_than_zero(" seconds"),
         "seconds for the network in all; a slow one gets fewer sizes (default: 10)",
         10.0,
     )
@@ -259,7 +351,7 @@ def _order(subcommands: _Subcommands) -> None:
         ),
     )
     command.out("JSON file to write")
-    command.number("--mib", "M", "size of an exchange, MiB (default: 4)", 4)
+    command.number("--mib", "M", _more_than_zero(), "size of an exchange, MiB (default: 4)", 4)
     command.rank_order()
 
 
@@ -280,19 +372,20 @@ def _plan(subcommands: _Subcommands) -> None:
     command.config()
     command.text("--stats", "FILE", "access statistics (default: all rows equally frequent)")
     command.text("--curves", "FILE", "measured curves (default: TorchRec's bandwidths)")
-    command.integer("--world-size", "ranks (default: those of the curves)")
+    command.integer("--world-size", _at_least(2), "ranks (default: those of the curves)")
     command.parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="compute device (default: cpu)"
     )
-    command.number("--memory-gib", "G", "memory per rank (default: TorchRec's)")
-    command.integer("--hot-rows", "a total over all tables (default: chosen)")
+    command.number("--memory-gib", "G", _more_than_zero(), "memory per rank (default: TorchRec's)")
+    command.integer("--hot-rows", _at_least(0), "a total over all tables (default: chosen)")
     command.number(
         "--dense-ms",
         "MS",
+        _at_least(0, " milliseconds"),
         "forward and backward of the model without its tables (default: that of the curves)",
     )
-    command.text("--json", "FILE", "write everything as JSON")
-    command.text("--plot", "FILE", "draw the plans that were priced")
+    command.file("--json", "write everything as JSON")
+    command.file("--plot", "draw the plans that were priced")
 
 
 def _simulate(subcommands: _Subcommands) -> None:
@@ -318,8 +411,13 @@ def _simulate(subcommands: _Subcommands) -> None:
     network.add_argument(
         "--link-mbit", type=float, metavar="R", help="rate of each host's link, Mbit/s"
     )
+    command.limit("--link-mbit", _more_than_zero())
     command.number(
-        "--latency-ms", "MS", "with --link-mbit: latency per message (default: 0.05)", 0.05
+        "--latency-ms",
+        "MS",
+        _at_least(0, " milliseconds"),
+        "with --link-mbit: latency per message (default: 0.05)",
+        0.05,
     )
     command.parser.add_argument(
         "--ranks",
@@ -329,16 +427,22 @@ def _simulate(subcommands: _Subcommands) -> None:
         default=[2**power for power in range(11)],
         help="ranks, several numbers (default: 1, 2, 4 to 1024)",
     )
-    command.integer("--ranks-per-host", "ranks of each host, 1 to 16 (default: 1)", 1)
-    command.integer("--hot-rows", "hot rows of all tables, with --stats (default: 0)", 0)
-    command.integer("--micro-batches", "of a batch (default: the fastest number)")
+    command.limit("--ranks", _up_to(1024, 1))
+    command.integer(
+        "--ranks-per-host", _up_to(16, 1), "ranks of each host, 1 to 16 (default: 1)", 1
+    )
+    command.integer(
+        "--hot-rows", _at_least(0), "hot rows of all tables, with --stats (default: 0)", 0
+    )
+    command.integer("--micro-batches", _at_least(1), "of a batch (default: the fastest number)")
     command.number(
         "--dense-ms",
         "MS",
+        _at_least(0, " milliseconds"),
         "forward and backward of the model without its tables (default: that of the curves)",
     )
-    command.text("--json", "FILE", "write everything as JSON")
-    command.text("--plot", "FILE", "draw steps and bytes over ranks")
+    command.file("--json", "write everything as JSON")
+    command.file("--plot", "draw steps and bytes over ranks")
 
 
 def _train(subcommands: _Subcommands) -> None:
@@ -374,11 +478,12 @@ def _train(subcommands: _Subcommands) -> None:
     )
     command.rank_order()
     command.integer(
-        "--profile", "draw a timeline of N steps, once the pipeline has found its setting"
+        "--profile",
+        _at_least(1),
+        "draw a timeline of N steps, once the pipeline has found its setting",
     )
-    command.text(
+    command.file(
         "--profile-out",
-        "FILE",
         "picture of --profile (default: CHECKPOINT_FOLDER.timeline.svg, or timeline.svg)",
     )
 
@@ -428,5 +533,7 @@ def _quality(subcommands: _Subcommands) -> None:
     command.parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="some of them (default: all)"
     )
-    command.integer("--seed", "seed of weights and generated samples (default: as configured)")
-    command.text("--json", "FILE", "results to write")
+    command.integer(
+        "--seed", None, "seed of weights and generated samples (default: as configured)"
+    )
+    command.file("--json", "results to write")

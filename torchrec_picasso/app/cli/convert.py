@@ -6,13 +6,11 @@ import argparse
 from pathlib import Path
 
 from torchrec_picasso.app.checkpoints.plain_file import find_checkpoint, read_plain, write_plain
-from torchrec_picasso.app.cli.outputs import check_outputs
 from torchrec_picasso.errors import ConfigError
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the subcommand; raises PicassoError for unusable input."""
-    check_outputs(args, "out")
     if Path(args.out).exists():
         raise ConfigError(f"--out {args.out}: exists already; move it away or name another file")
     path = find_checkpoint(args.checkpoint)

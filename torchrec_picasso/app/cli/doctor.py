@@ -12,7 +12,6 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from torchrec_picasso.app.launch.environment import describe_environment
-from torchrec_picasso.errors import ConfigError
 
 _NEEDED = {"numpy": "numpy", "pandas": "pandas", "pyarrow": "pyarrow"}
 _COMMAND_LINE = {"yaml": "pyyaml", "tqdm": "tqdm", "matplotlib": "matplotlib"}
@@ -21,17 +20,11 @@ _TIMEOUT_S = 60.0
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the subcommand.
+    """Runs the subcommand; raises RankError if a rank fails.
 
     Returns:
         0; 1 if a package is missing or does not load.
-
-    Raises:
-        ConfigError: If ``--ranks`` is less than 2.
-        RankError: If a rank fails.
     """
-    if args.ranks < 2:
-        raise ConfigError(f"--ranks: expected at least 2, which share a link, got {args.ranks}")
     facts = describe_environment()
     print("versions: " + ", ".join(f"{name} {facts[name]}" for name in _VERSIONS if name in facts))
     problem = _why_it_does_not_load()

@@ -88,12 +88,10 @@ def run_on_ranks(
         Rank 0's result; ``None`` on the other ranks of torchrun.
 
     Raises:
-        ConfigError: If ``--ranks``, ``--rank-order`` or torchrun's variables cannot be used.
+        ConfigError: If ``--rank-order`` or torchrun's variables cannot be used.
         RankError: If a spawned rank fails.
     """
     if spawns_ranks(args):
-        if args.ranks < 1:
-            raise ConfigError(f"--ranks: expected at least 1, got {args.ranks}")
         return run_ranks(fn, args.ranks, *fn_args, timeout_s=timeout_s)[0]
     join_torchrun(timeout_s, args.rank_order)
     try:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
-from torchrec_picasso.app.cli.arguments import make_parser
+from torchrec_picasso.app.cli.arguments import check_arguments, make_parser
 from torchrec_picasso.app.launch.environment import KEEPS_FREED_MEMORY
 from torchrec_picasso.app.launch.torchrun import under_torchrun
 from torchrec_picasso.compat import FBGEMM_OF_TORCH, SUPPORTED_TORCH
@@ -53,7 +53,7 @@ def _set_variables_of_ranks() -> None:
 def _run(args: argparse.Namespace) -> int:
     if (problem := _why_incomplete()) is not None:
         return _say(problem, EXIT_FAILED)
-    if (problem := _why_no_config(args)) is not None:
+    if (problem := _why_unusable(args)) is not None:
         return _say(problem, EXIT_BAD_INPUT)
     # here, not above: PyTorch and TorchRec take seconds to import
     from torchrec_picasso.app.launch.quiet import quiet_upstream
@@ -81,9 +81,11 @@ def _run(args: argparse.Namespace) -> int:
         return _say(str(error), EXIT_FAILED)
 
 
-def _why_no_config(args: argparse.Namespace) -> str | None:
-    """Returns what is wrong with a training configuration, before PyTorch is imported."""
+def _why_unusable(args: argparse.Namespace) -> str | None:
+    """Returns what is wrong with numbers, with files to write or with a training configuration,
+    before PyTorch is imported."""
     try:
+        check_arguments(args)
         if args.command != "quality" and getattr(args, "config", None) is not None:
             import_module("torchrec_picasso.app.config").load_config(args.config)
     except ConfigError as error:

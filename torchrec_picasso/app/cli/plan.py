@@ -11,7 +11,6 @@ from torchrec.distributed.planner import Topology
 from torchrec_picasso.app.cli.outputs import (
     OURS_COLOR,
     STOCK_COLOR,
-    check_outputs,
     new_picture,
     save_picture,
     write_result,
@@ -34,11 +33,6 @@ _GIB, _MIB, _MB = 1 << 30, 1 << 20, 1e6
 
 def run(args: argparse.Namespace) -> None:
     """Runs the subcommand; raises PicassoError for unusable input."""
-    check_outputs(args, "json", "plot")
-    if args.memory_gib is not None and not args.memory_gib > 0:
-        raise ConfigError(f"--memory-gib: expected more than 0, got {args.memory_gib:g}")
-    if args.dense_ms is not None and not args.dense_ms >= 0:
-        raise ConfigError(f"--dense-ms: expected at least 0, got {args.dense_ms:g}")
     config = load_config(args.config)
     model = unsharded_model(config, make_source(config.data, config.seed))
     stats = FrequencyStats.from_parquet(args.stats) if args.stats else None

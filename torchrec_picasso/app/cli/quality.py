@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchrec_picasso.app.cli.outputs import check_outputs, write_result
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.config.load import load_rules
 from torchrec_picasso.app.config.quality import QualityConfig
 from torchrec_picasso.app.runs.quality import Checker
@@ -23,7 +23,6 @@ def run(args: argparse.Namespace) -> None:
             f"{args.config}: there is no check {', '.join(unknown) or 'at all'}; "
             f"checks are {', '.join(checks) or 'none'}"
         )
-    check_outputs(args, "json")
     checker = Checker(folder=Path(args.config).parent, seed=args.seed)
     results: dict[str, dict[str, Any]] = {}
     start_s = time.monotonic()

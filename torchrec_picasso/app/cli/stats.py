@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from torch import nn
 from torchrec.datasets.utils import Batch
 
-from torchrec_picasso.app.cli.outputs import check_outputs, new_picture, print_table, save_picture
+from torchrec_picasso.app.cli.outputs import new_picture, print_table, save_picture
 from torchrec_picasso.app.config import DataConfig, TrainConfig, load_config
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.zoo.data.criteo import hash_ids, log_dense
@@ -63,11 +63,6 @@ def run(args: argparse.Namespace) -> None:
 
 def _check_arguments(args: argparse.Namespace) -> None:
     """Checks the arguments before the counting, which may take hours."""
-    for flag in ("batch_size", "batches", "hot_rows", "max_rows_counted"):
-        value = getattr(args, flag)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{flag.replace('_', '-')}: expected at least 1, got {value}")
-    check_outputs(args, "out", "plot")
     if args.config and (args.rows or args.hash):
         raise ConfigError("--rows and --hash: the tables and ids are those of --config; leave out")
     if args.features and not args.files:

@@ -10,7 +10,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchrec_picasso.app.checkpoints.folder import has_checkpoint
 from torchrec_picasso.app.cli.launcher import join_torchrun, spawns_ranks
-from torchrec_picasso.app.cli.outputs import check_outputs
 from torchrec_picasso.app.config import TrainConfig, load_config
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.profiling import ProfileRequest, check_profile
@@ -54,9 +53,7 @@ def _resumes(config: TrainConfig, option: str | None) -> bool:
 
 def _profile(config: TrainConfig, args: argparse.Namespace) -> ProfileRequest | None:
     if args.profile is not None:
-        request = check_profile(config, args.profile, args.profile_out)
-        check_outputs(args, "profile_out")
-        return request
+        return check_profile(config, args.profile, args.profile_out)
     if args.profile_out is not None:
         raise ConfigError(f"--profile-out {args.profile_out}: needs --profile N, the steps to draw")
     return None
