@@ -33,6 +33,9 @@ ROWS = (
 )
 ROW_OF_PACKAGE = {package: row for row, packages in enumerate(ROWS) for package in packages}
 
+MOST_FILES, MOST_PACKAGES, MOST_LINES_OF_THE_PIPELINE = 150, 12, 300
+"""Of the library, without the application."""
+
 FEWEST_FILES = 50
 """The walk must see at least these; a walk that sees nothing finds nothing."""
 
@@ -103,6 +106,20 @@ def test_imports_point_downward() -> None:
         if (violation := _violation(_package(path), other)) is not None
     ]
     assert not violations, "\n".join(violations)
+
+
+def test_the_library_is_small_enough_to_be_known_by_heart() -> None:
+    files = [path for path in _files() if not _package(path).startswith("app/")]
+    assert len(files) <= MOST_FILES
+    folders = {path.parent for path in files} - {ROOT}
+    assert len(folders) <= MOST_PACKAGES
+    tree = ast.parse((ROOT / "train_pipeline" / "interleaved.py").read_text())
+    (lines,) = (
+        (node.end_lineno or 0) - node.lineno + 1
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "InterleavedTrainPipeline"
+    )
+    assert lines <= MOST_LINES_OF_THE_PIPELINE
 
 
 def test_config_needs_no_torch() -> None:

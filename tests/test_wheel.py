@@ -31,6 +31,14 @@ else:
     raise AssertionError("configurations are not in the wheel")
 """
 """Every public name; what the demo reads, which is no file; where configurations are."""
+LIBRARY_ALONE = """
+import sys
+sys.modules |= dict.fromkeys(["matplotlib", "tensorboard", "tqdm", "yaml"])
+import torchrec_picasso
+names = {*torchrec_picasso.__all__} - {"TensorBoardReports"}
+assert all(getattr(torchrec_picasso, name) for name in names)
+"""
+"""Without the packages that only the command line needs."""
 
 
 @pytest.fixture(scope="module")
@@ -69,5 +77,6 @@ def test_it_holds_every_file_of_the_package(target: Path) -> None:
 
 def test_it_works_from_its_folder(target: Path) -> None:
     assert _run(sys.executable, "-c", LOADS, str(target), target=target).returncode == 0
+    assert _run(sys.executable, "-c", LIBRARY_ALONE, target=target).returncode == 0
     program = str(target / "bin" / "torchrec-picasso")
     assert "usage: torchrec-picasso" in _run(program, "--help", target=target).stdout

@@ -28,7 +28,7 @@ ODD_WORDS = re.compile(
 )
 PRONOUNS = {
     *("They", "It", "Its", "Their", "Those", "These", "Whose", "What", "Which", "Who", "As"),
-    *("Likewise", "Ditto"),
+    *("Likewise", "Ditto", "That", "Ours"),
 }
 ARGUMENT = re.compile(r"^ +\*{0,2}(\w+): (\w+)")
 COMMENTED = {"ops": 4, "rows": 4, "exchange": 4, "batches": 4}

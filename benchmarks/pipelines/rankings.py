@@ -23,7 +23,7 @@ class Standing:
         thread_ms: CPU time of a thread that trains, over steps and ranks: quartiles, as above.
         link_bytes_per_step: Bytes of the busiest host; ``None`` on loopback.
         metered_bytes_per_step: Mean over ranks.
-        collectives_per_step: That rank 0 takes part in.
+        collectives_per_step: Collectives that rank 0 takes part in.
         exposed_share: 0 to 1.
         peak_bytes: Most memory that it took on a rank; ``None`` where the system does not tell.
         max_loss_difference: Largest relative one to the stock variant that trains this model.
@@ -32,7 +32,7 @@ class Standing:
         tables: Number of tables by sharding type.
         hot_rows: Replicated rows.
         is_interleaved: Whether its pipeline is the interleaved one.
-        num_micro_batches: That an interleaved pipeline used; ``None`` if it chose and does not say.
+        num_micro_batches: Of an interleaved pipeline; ``None`` if it chose and does not say.
         lookahead: Lookahead that it used; ``None`` as above.
         block_step_ms: Time of every timed step, block by block.
         losses: Loss of every global batch.

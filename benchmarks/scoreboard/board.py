@@ -28,7 +28,7 @@ class Line:
         predicted_ms: Price of our step by the planner's cost model.
         stock_bytes: Bytes that stock sends per rank and step.
         ours_bytes: Bytes that ours sends per rank and step.
-        collectives: Ours, per step.
+        collectives: Number of ours, per step.
         exposed: Part of our step in which the thread that trains waits.
         dense_share: Part of that work which is the dense part's.
         peak_bytes: Most memory of a rank that ours took.

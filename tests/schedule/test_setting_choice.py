@@ -25,8 +25,9 @@ PIECES = (1, 2, 4, 8, 16)
 @pytest.mark.parametrize("first", [None, *PIECES])
 @pytest.mark.parametrize("fastest", PIECES)
 def test_a_trial_begins_as_planned_and_ends_with_the_fastest(
-    first: int | None, fastest: int
+    first: int | None, fastest: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger="torchrec_picasso")
     choice, clock = SettingChoice(candidates(None, None), first), PaperClock()
     seen: list[int] = []
     assert choice.current == Setting(first or 2, lookahead=True)
@@ -43,6 +44,7 @@ def test_a_trial_begins_as_planned_and_ends_with_the_fastest(
     # a run is read when it is over; from 16 down to 1 there is one more
     assert clock.num_readings <= 11 + (first == 16)
     assert f"{choice.current}; the fastest of " in str(choice)
+    assert caplog.messages == [f"setting chosen: {choice}"]
 
 
 def test_a_plan_that_says_nothing_or_what_is_not_allowed_changes_nothing() -> None:

@@ -155,7 +155,7 @@ def _prefetching(model: nn.Module, dense: Any, device: torch.device) -> Any:
 
 
 def _compiled(rank: int, is_ours: bool) -> Any:
-    """Ours compiled from the second batch on; TorchRec's not at all, it takes half a minute."""
+    """Compiles from the second batch on; TorchRec's pipeline not at all: it takes half a minute."""
 
     def make(model: nn.Module, dense: Any, device: torch.device) -> Any:
         first = 1 if is_ours else NUM_STEPS

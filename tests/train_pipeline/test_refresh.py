@@ -6,6 +6,7 @@ beside what else a run does: sequences, evaluation, detaching, a second pipeline
 sooner on one rank, and bags."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -73,11 +74,13 @@ class Run:
     num_moved: int
     hot_rows: dict[str, list[int]]
     replicas_are_homes: bool
+    num_logged: int
 
 
 def _train(job: jobs.Job, rank: int, world_size: int, driver: Driver) -> Run:
     model, batches = jobs.build(job, rank, world_size), batches_of(job, rank, range(job.num_steps))
     left, moved = iter(batches), []
+    logged = _log_of("torchrec_picasso.rows.refresher")
     if driver is None:
         pipeline, refresher = make_driver(None, model), HotRowRefresher(model, OFTEN)
         for _ in batches:
@@ -97,7 +100,19 @@ def _train(job: jobs.Job, rank: int, world_size: int, driver: Driver) -> Run:
         num_moved=sum(looked.num_moved for looked in moved if looked),
         hot_rows={name: rows.tolist() for name, rows in hot_rows.items()},
         replicas_are_homes=_replicas_are_homes(model),
+        num_logged=sum(each.getMessage().startswith("hot set refreshed: ") for each in logged),
     )
+
+
+def _log_of(name: str) -> list[logging.LogRecord]:
+    """Returns a list that gets what a logger of this process says from now on."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    return records
 
 
 def _replicas_are_homes(model: Any) -> bool:
@@ -134,6 +149,7 @@ def test_trains_as_the_plain_loop(world_size: int, name: str, driver: Driver) ->
     assert runs[0].num_moved > 4
     assert all(run.hot_rows == runs[0].hot_rows for run in runs)
     assert all(run.replicas_are_homes for run in runs)
+    assert all(run.num_logged for run in runs)
 
 
 @pytest.mark.parametrize("driver", [None, (1, True), (4, True)], ids=str)

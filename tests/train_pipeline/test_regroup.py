@@ -65,5 +65,5 @@ def _operators(rank: int, world_size: int) -> list[bool]:
 
 
 def test_a_model_regroups_by_ours_within_the_pipeline_alone() -> None:
-    """That it trains as under stock is a line of ``docs/features.md``."""
+    """A line of ``docs/features.md`` says that it trains as under stock."""
     assert run_ranks(_operators, 2, timeout_s=120) == [[False, True]] * 2

@@ -68,7 +68,7 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             no next batch; batches in flight wait for a new iterator. Costs a small exchange a step.
         pipeline_postproc: Modules without parameters between batch and tables run ahead of the
             model, once per batch. Micro-batches get their parts.
-        custom_model_fwd: This and the keyword arguments: see :class:`.PipelineOptions`. Other
+        custom_model_fwd: See :class:`.PipelineOptions`, also for the keyword arguments. Other
             arguments: as for TorchRec's pipelines, or refused (:data:`.REFUSED_OPTIONS`).
 
     Raises:

@@ -91,7 +91,7 @@ def test_uniform_ids_have_the_planners_price(num_places: int, bags: int) -> None
 
 
 def test_the_latency_of_every_message_is_priced() -> None:
-    """Ours and stock's, on links that carry bytes in no time."""
+    """Steps of ours and of stock, on links that carry bytes in no time."""
     stream, cluster = _cluster(4, 2)
     first_used = count_step(stream, [cluster]).tolist()
     pricing = Pricing(
