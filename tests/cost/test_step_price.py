@@ -5,7 +5,10 @@ The sharded module's own traffic is compared with the model in ``benchmarks.fiel
 arithmetic is checked where every number can be known."""
 
 import dataclasses
+import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +32,7 @@ from torchrec_picasso.cost.table_work import HOT_ROW_BYTES, TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FREE = LocalCosts(hot_cold=SideCosts(), stock=SideCosts())
 WIRE = CommCurves.assumed(2, gbytes_per_s=1.0, latency_ms=0.0, local=FREE)
 
@@ -98,6 +102,48 @@ def test_ranks_send_in_the_mean_what_is_priced() -> None:
     assert last["sent_bytes"] == pytest.approx(90 * ids + 100 * 4 + (2 * 10 + 90) * row)
     on_one = [rank["sent_bytes"] for rank in rank_loads("table_wise", skewed[:1], 3)]
     assert on_one == pytest.approx([200 * row, *[100 * ids + 50 * 4 + 100 * row] * 2])
+
+
+def test_memory_of_stock_tables_is_what_was_measured() -> None:
+    measured = json.loads((RESULTS / "sequence_memory.json").read_text())
+    sizes, world_size = measured["question"], measured["question"]["ranks"]
+    rows, lookups = sizes["rows"], sizes["samples"] * sizes["history"]
+    chance = np.arange(1.0, rows + 1) ** -1.1
+    by_row = np.zeros(rows)
+    by_row[np.arange(rows) * 7919 % rows] = lookups * chance / chance.sum()
+    histories = TableLoad(
+        name="t",
+        num_embeddings=rows,
+        dim=sizes["dim"],
+        lookups=lookups,
+        bags=sizes["samples"],
+        is_sequence=True,
+        row_wise_W=tuple(by_row.reshape(world_size, -1).sum(1).tolist()),
+        optimizer_share=1 / sizes["dim"],
+    )
+    for kind in ("row_wise", "table_wise", "column_wise"):
+        found = [rank["memory_bytes"] for rank in rank_loads(kind, [histories], world_size)]
+        expected = [rank["peak_bytes"] for rank in measured["found"][kind]]
+        assert found == pytest.approx(expected, rel=0.02), kind
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_ids", "row_wise", "others"),
+    [(2, 1, 84.9, 67.7), (2, 8, 88.6, 71.4), (4, 1, 98.8, 47.0)],
+)
+def test_memory_of_stock_bags_is_what_was_measured(
+    world_size: int, num_ids: int, row_wise: float, others: float
+) -> None:
+    """Megabytes of a rank: 8 tables of 20,000 rows of 128 columns, 2,048 samples, Adagrad by row."""
+    bags = {"lookups": 2048.0 * num_ids, "bags": 2048.0, "optimizer_share": 1 / 128}
+    loads = [load(str(i), num_embeddings=20_000, dim=128, **bags) for i in range(8)]
+    for kind, expected in {
+        "row_wise": row_wise,
+        "table_wise": others,
+        "column_wise": others,
+    }.items():
+        found = [rank["memory_bytes"] / 1e6 for rank in rank_loads(kind, loads, world_size)]
+        assert found == pytest.approx([expected] * world_size, rel=0.04), kind
 
 
 def test_marginal_costs_are_what_leaving_a_table_out_saves() -> None:

@@ -26,6 +26,7 @@ STOCK_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 _ID_BYTES = 8
 _LENGTH_BYTES = 4
 _WIRE_BYTES = 4
+_HELD_BYTES = 16  # ids, lengths and order, per own lookup and per served one
 _MIN_COLUMNS = 4  # FBGEMM's narrowest shard
 _DENSE_UPDATE_PASSES = 3  # over the whole table: zero, write and apply the gradient
 
@@ -244,19 +245,23 @@ def max_over_mean(sharding_type: str, loads: Sequence[TableLoad], world_size: in
 def rank_loads(
     sharding_type: str, loads: Sequence[TableLoad], world_size: int
 ) -> list[dict[str, float]]:
-    """Predicts what each rank serves, sends and stores in one step, if all tables were
+    """Predicts what each rank serves, sends and holds in one step, if all tables were
     ``row_wise``, ``table_wise`` or ``column_wise``.
 
     ``served_lookups`` are those of all ranks' batches in its rows, tables or columns,
-    ``sent_bytes`` ids, rows and gradients, which have the means of :func:`stock_cost`, and
-    ``home_bytes`` rows with their optimizer state.
+    ``sent_bytes`` ids, rows and gradients, which have the means of :func:`stock_cost`,
+    ``home_bytes`` rows with their optimizer state, and ``memory_bytes`` these and what is held
+    beside them at the step's peak (``benchmarks.sequence_memory``, docs/dev/log.md).
     """
     is_row_wise, others = sharding_type == "row_wise", world_size - 1
-    names = ("served_lookups", "sent_bytes", "home_bytes")
+    names = ("served_lookups", "sent_bytes", "home_bytes", "memory_bytes")
     found = [dict.fromkeys(names, 0.0) for _ in range(world_size)]
+    at_exchange_W, in_backward = [0.0] * world_size, 0.0
     for load, parts_W in zip(loads, _parts(sharding_type, loads, world_size)):
         num_parts = sum(parts_W)
-        for rank, parts in zip(found, parts_W):
+        own = load.vectors * load.dim * _WIRE_BYTES
+        in_backward += 2 * own  # the output and its gradient
+        for w, (rank, parts) in enumerate(zip(found, parts_W)):
             elsewhere = num_parts - parts  # parts that other ranks have
             lengths = load.bags * (others if is_row_wise else elsewhere)
             # rows for other ranks, and gradients of rows from other ranks; or partial sums
@@ -267,6 +272,14 @@ def rank_loads(
             rank["served_lookups"] += world_size * parts * load.lookups
             rank["sent_bytes"] += ids + vectors * load.vectors * load.dim * _WIRE_BYTES
             rank["home_bytes"] += share * load.num_embeddings * load.row_bytes
+            # what it looked up for all ranks, and a copy by receiver; or the output and a copy
+            looked_up = world_size * own * (1 if is_summed else parts / num_parts)
+            is_sent_as_it_is = not (is_row_wise or load.is_sequence)
+            at_exchange_W[w] += looked_up + own + (own if is_sent_as_it_is else looked_up)
+            lookups = load.lookups * (2 if is_row_wise else 1) + world_size * parts * load.lookups
+            rank["memory_bytes"] += lookups * _HELD_BYTES
+    for rank, at_exchange in zip(found, at_exchange_W):
+        rank["memory_bytes"] += rank["home_bytes"] + max(at_exchange, in_backward)
     return found
 
 

@@ -46,9 +46,8 @@ def summarize(decision: Decision) -> dict[str, Any]:
     rank the lookups of all ranks' batches in its rows, of which it sends each distinct one once,
     and its bytes; stock tables and bags count as means. ``busiest_over_mean``: by quantity the
     busiest rank over the mean, of stock ``row_wise`` (lookups times dim, with statistics only),
-    ``table_wise`` and ``column_wise`` (outputs) too. ``stock_ranks``: lookups served, bytes sent
-    and stored by each rank, if all tables had one of these types; buffers of stock tables are not
-    predicted.
+    ``table_wise`` and ``column_wise`` (outputs) too. ``stock_ranks``: lookups served, bytes sent,
+    stored and held at the peak of a step by each rank, if all tables had one of these types.
     """
     step, homes, curves = decision.step, decision.homes, decision.curves
     num_hot_cold, memory = sum(map(bool, decision.forms)), _memory(decision)

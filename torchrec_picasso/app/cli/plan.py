@@ -141,6 +141,10 @@ def _print_summary(summary: dict[str, Any], frame: pd.DataFrame) -> None:
         f"{name} {max(r['sent_bytes'] for r in each) / _MB:.1f}" for name, each in plans.items()
     )
     print(f"MB sent by the busiest rank: {', '.join(sent)}")
+    held = (
+        f"{name} {max(r['memory_bytes'] for r in each) / _MIB:,.0f}" for name, each in plans.items()
+    )
+    print(f"MiB held by the fullest rank: {', '.join(held)}")
 
 
 def _row_wise(over: dict[str, float], frame: pd.DataFrame) -> str:
