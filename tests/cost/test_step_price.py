@@ -134,7 +134,7 @@ def test_memory_of_stock_tables_is_what_was_measured() -> None:
 def test_memory_of_stock_bags_is_what_was_measured(
     world_size: int, num_ids: int, row_wise: float, others: float
 ) -> None:
-    """Megabytes of a rank: 8 tables of 20,000 rows of 128 columns, 2,048 samples, Adagrad by row."""
+    """Megabytes of a rank: 8 tables of 20,000 rows of 128 columns, 2,048 samples."""
     bags = {"lookups": 2048.0 * num_ids, "bags": 2048.0, "optimizer_share": 1 / 128}
     loads = [load(str(i), num_embeddings=20_000, dim=128, **bags) for i in range(8)]
     for kind, expected in {
