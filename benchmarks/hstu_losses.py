@@ -302,7 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     apart = {name: differences(losses["stock"], each) for name, each in losses.items()}
     apart.pop("stock", None)
     what = args.config or args.model
-    print(f"{what}, losses apart from stock's, largest of the first 5 steps, 10, 20, all")
+    if runs:
+        print(f"{what}, losses apart from stock's, largest of the first 5 steps, 10, 20, all")
     for name, each in apart.items():
         largest = [max(each[:steps]) for steps in (5, 10, 20, args.steps)]
         print(f"  {name:22}" + "".join(f"{value:10.1e}" for value in largest))
