@@ -13,6 +13,7 @@ from benchmarks.fields.plans import Planned
 from benchmarks.pipelines.variants import Variant, pipeline_maker
 from torchrec_picasso.app.config import OptimizerConfig
 from torchrec_picasso.app.runs.trainer import shard_model
+from torchrec_picasso.train_pipeline.step_report import OnStep
 
 
 class VariantTrainer:
@@ -25,6 +26,7 @@ class VariantTrainer:
         pg: The ranks.
         seed: Draws the tables' first weights, the same for every plan.
         optimizer: Optimizer of the dense part.
+        on_step: Called with the step reports of an interleaved pipeline.
     """
 
     def __init__(
@@ -35,10 +37,11 @@ class VariantTrainer:
         pg: dist.ProcessGroup,
         seed: int,
         optimizer: OptimizerConfig,
+        on_step: OnStep | None = None,
     ) -> None:
         self.placement, device = planned.placement, torch.device("cpu")
         self._model, both = shard_model(model, self.placement, pg, device, seed, optimizer)
-        self.pipeline = pipeline_maker(variant)(self._model, both, device)
+        self.pipeline = pipeline_maker(variant, on_step)(self._model, both, device)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
         """Trains on the given batches, one at a time, until they end. Collective.

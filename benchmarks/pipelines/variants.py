@@ -14,6 +14,7 @@ from torchrec_picasso.app.config import PLACEMENTS
 from torchrec_picasso.app.runs.pipelines import MakePipeline, sparse_dist
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.placement import Form
+from torchrec_picasso.train_pipeline.step_report import OnStep
 
 AUTO = "auto"
 """In place of a number: the pipeline chooses."""
@@ -126,14 +127,14 @@ def pipeline_options(variant: Variant) -> dict[str, Any]:
     return {"num_micro_batches": variant.num_micro_batches, "lookahead": lookahead}
 
 
-def pipeline_maker(variant: Variant) -> MakePipeline:
-    """Factory of the variant's pipeline."""
+def pipeline_maker(variant: Variant, on_step: OnStep | None = None) -> MakePipeline:
+    """Factory of the variant's pipeline; an interleaved one reports its steps to ``on_step``."""
     makers: dict[str, MakePipeline] = {
         "sparse_dist": sparse_dist,
         "fused": TrainPipelineFusedSparseDist,
         "loop": TrainPipelineBase,
         "interleaved": lambda model, optimizer, device: InterleavedTrainPipeline(
-            model, optimizer, device, **pipeline_options(variant)
+            model, optimizer, device, on_step=on_step, **pipeline_options(variant)
         ),
     }
     return makers[variant.pipeline]
