@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.cost import CommCurves, LocalCosts
 from torchrec_picasso.cost.curves import COLLECTIVES, Curve
 from torchrec_picasso.cost.local import DenseTimes, PhaseCost, SideCosts
+from torchrec_picasso.cost.stock import rank_loads
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
@@ -97,7 +99,10 @@ def test_where_the_exchange_costs_more_tables_stay_stock_and_the_log_says_so(
 
 def test_a_plan_without_a_hot_cold_table_says_why(caplog: pytest.LogCaptureFixture) -> None:
     only_stock = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
-    planned(curves=SLOW, constraints=dict.fromkeys(ROWS, only_stock))
+    planner, _ = planned(curves=SLOW, constraints=dict.fromkeys(ROWS, only_stock))
+    summary = summarize(planner.decision)
+    held = fmean(rank["memory_bytes"] for rank in summary["stock_ranks"]["table_wise"])
+    assert [rank["memory_bytes"] for rank in summary["ranks"]] == pytest.approx([held] * 2)
     planned(curves=SLOW, hot_rows={})
     logged = [one.getMessage() for one in caplog.records if one.name == "torchrec_picasso.planner"]
     assert len(logged) == 2
@@ -141,7 +146,8 @@ def test_homes_follow_the_load() -> None:
     sizes = [s.shard_sizes[0] for s in plan.plan["pooled"]["b"].sharding_spec.shards]  # type: ignore[index]
     assert sum(sizes) == ROWS["b"]
     assert 17 <= sizes[0] <= 23
-    summary = summarize(planner.decision)
+    decision = planner.decision
+    summary = summarize(decision)
     assert summary["even_home_max_over_mean"] > 1.9
     assert summary["home_max_over_mean"] < 1.1
     over = summary["busiest_over_mean"]
@@ -153,7 +159,11 @@ def test_homes_follow_the_load() -> None:
     assert sum(received) / 2 == pytest.approx(summary["sent_bytes"])
     assert memory[1] > memory[0]
     means = [summary["memory_bytes"][name] for name in ("home", "replica", "buffers")]
-    assert sum(memory) / 2 == pytest.approx(sum(means))
+    # the other tables are stock
+    stock = [each.load for each, form in zip(decision.works, decision.forms) if form is None]
+    (kind,) = {each for each in decision.stock_types if each}
+    held = fmean(rank["memory_bytes"] for rank in rank_loads(kind, stock, 2))
+    assert fmean(memory) == pytest.approx(sum(means) + held)
 
 
 def test_a_rank_serves_its_home_rows_and_their_lookups() -> None:

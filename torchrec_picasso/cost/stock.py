@@ -283,6 +283,13 @@ def rank_loads(
     return found
 
 
+def data_parallel_bytes(load: TableLoad) -> float:
+    """Predicts what a rank holds for a table that each rank has: rows with their optimizer state
+    and dense gradient, the output and its gradient."""
+    gradient = load.dim * _WIRE_BYTES
+    return load.num_embeddings * (load.row_bytes + gradient) + 2 * load.vectors * gradient
+
+
 def _parts(
     sharding_type: str, loads: Sequence[TableLoad], world_size: int
 ) -> list[Sequence[float]]:

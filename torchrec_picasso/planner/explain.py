@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from torchrec_picasso.cost.forms import EXCHANGES, home_row_bytes, hot_cold_memory_bytes
 from torchrec_picasso.cost.hot_cold import WIRE_BYTES, id_bytes
-from torchrec_picasso.cost.stock import max_over_mean, over_mean, rank_loads
+from torchrec_picasso.cost.stock import data_parallel_bytes, max_over_mean, over_mean, rank_loads
 from torchrec_picasso.placement import FORMS
 from torchrec_picasso.planner.decision import Decision
 
@@ -47,7 +48,8 @@ def summarize(decision: Decision) -> dict[str, Any]:
     and its bytes; stock tables and bags count as means. ``busiest_over_mean``: by quantity the
     busiest rank over the mean, of stock ``row_wise`` (lookups times dim, with statistics only),
     ``table_wise`` and ``column_wise`` (outputs) too. ``stock_ranks``: lookups served, bytes sent,
-    stored and held at the peak of a step by each rank, if all tables had one of these types.
+    stored and held at the peak of a step by each rank, if all tables had one of these types; it
+    receives about as many. Memory is that of tables and their buffers.
     """
     step, homes, curves = decision.step, decision.homes, decision.curves
     num_hot_cold, memory = sum(map(bool, decision.forms)), _memory(decision)
@@ -103,8 +105,8 @@ def _loads(decision: Decision, memory: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _ranks(decision: Decision, memory: Mapping[str, float]) -> list[dict[str, float]]:
-    """Predicts what each rank serves, sends, receives and stores for hot/cold tables in one step;
-    ``memory`` are the means over ranks."""
+    """Predicts what each rank serves, sends, receives and holds in one step; ``memory`` are the
+    means over ranks of hot/cold tables, and so is what is held for stock tables."""
     world_size, homes = decision.world_size, decision.homes
     each = zip(decision.works, decision.num_hot, decision.forms)
     works = [(i, work, num_hot, form) for i, (work, num_hot, form) in enumerate(each) if form]
@@ -112,6 +114,7 @@ def _ranks(decision: Decision, memory: Mapping[str, float]) -> list[dict[str, fl
     cold = [(work.load, work.split(num_hot).cold_used) for work, num_hot in in_rows]
     even = sum(rows * load.dim for load, rows in cold)
     load_W = homes.load_W if homes is not None else (even / world_size,) * world_size
+    stock_bytes = _stock_memory(decision)
     all_bytes = sum(load_W) * WIRE_BYTES  # of the rows that a rank requests, its own included
     number_bytes = id_bytes(sum(load.num_embeddings for load, _ in cold))
     # bytes of row numbers per byte of rows
@@ -134,9 +137,24 @@ def _ranks(decision: Decision, memory: Mapping[str, float]) -> list[dict[str, fl
                 "served_bytes": served,
                 "sent_bytes": others + served + (1 + numbers) * fetched,
                 "received_bytes": others + fetched + (1 + numbers) * served,
-                "memory_bytes": home + memory["replica"] + memory["buffers"],
+                "memory_bytes": home + memory["replica"] + memory["buffers"] + stock_bytes,
             }
         )
+    return found
+
+
+def _stock_memory(decision: Decision) -> float:
+    """Predicts the mean memory of a rank for stock tables, those of each type by themselves."""
+    found = 0.0
+    for kind in filter(None, set(decision.stock_types)):
+        pairs = zip(decision.works, decision.stock_types)
+        loads = [work.load for work, own_kind in pairs if own_kind == kind]
+        if kind == "data_parallel":
+            found += sum(map(data_parallel_bytes, loads))
+        else:
+            found += fmean(
+                rank["memory_bytes"] for rank in rank_loads(kind, loads, decision.world_size)
+            )
     return found
 
 

@@ -144,7 +144,7 @@ def _print_summary(summary: dict[str, Any], frame: pd.DataFrame) -> None:
     held = (
         f"{name} {max(r['memory_bytes'] for r in each) / _MIB:,.0f}" for name, each in plans.items()
     )
-    print(f"MiB held by the fullest rank: {', '.join(held)}")
+    print(f"MiB of tables and buffers on the fullest rank: {', '.join(held)}")
 
 
 def _row_wise(over: dict[str, float], frame: pd.DataFrame) -> str:
