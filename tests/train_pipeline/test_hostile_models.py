@@ -246,6 +246,16 @@ class OfItsType(Switched):
         return loss + (out.sum() / programs.SAMPLES**0.5).square() if self_compares else loss
 
 
+class OfTheTypeLookedUp(programs.Head):
+    """Centres what TorchRec's modules return, which waits and is no tensor yet."""
+
+    def forward(self, pooled: KeyedTensor, batch: Batch) -> tuple[Any, Any]:
+        def centred(vectors: Tensor) -> Tensor:
+            return vectors if isinstance(vectors, Tensor) else vectors - vectors.mean(0)
+
+        return super().forward({name: centred(pooled[name]) for name in programs.FEATURES}, batch)
+
+
 class _Centre(torch.autograd.Function):
     """Centres if most are positive; its gradient is of one sample."""
 
@@ -449,6 +459,7 @@ PROGRAMS = {
         ),
     ),
     "type of a tensor": replace(_DIFFERS, head=OfItsType),
+    "type of what is looked up": replace(_DIFFERS, head=OfTheTypeLookedUp),
     "centred in a function": replace(_DIFFERS, head=CENTRED),
     "norm in a checkpoint": replace(_DIFFERS, head=NormalisedInCheckpoint),
     "written output of tables": programs.Program(head=WritingClicked, refusal=_OF_TABLES),

@@ -21,7 +21,7 @@ from tests.sharding.jobs import ODD, PLAIN, Job, build
 from tests.train_pipeline import runs
 from torchrec_picasso import PeerError
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.errors import InputError
+from torchrec_picasso.errors import InputError, PicassoError
 from torchrec_picasso.exchange.peers import Peers
 
 HEARD = Job(placement={"*": 2, "one_row": 1}, tables=ODD)
@@ -84,7 +84,8 @@ def fail_on_one_rank(
 ) -> tuple[str, str, float]:
     """Kind and text of what a rank raises, and after how many seconds.
 
-    Then the rank keeps its connections for ``stays_s``, as a program does that catches the error.
+    Then the rank keeps its connections for ``stays_s``, as a program does that catches the error
+    and takes the next step.
     """
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
     dist.barrier()  # so that joining takes none of the timeout
@@ -119,7 +120,10 @@ def fail_on_one_rank(
         raised = type(error).__name__, str(error), time.monotonic() - start
     else:
         raised = "nothing", "", 0.0
-    if rank == FAULTY:
+    if rank == FAULTY and stays_s:
+        if is_ours:  # the program's loop goes on
+            with pytest.raises(PicassoError, match="the step before raised"):
+                pipeline.progress(stream)
         time.sleep(stays_s)
     dist.destroy_process_group()  # as the end of the process would
     return raised

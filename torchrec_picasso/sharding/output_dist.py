@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._dynamo import compiled_autograd
 from torch.autograd import Function
 from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyGetItemMixin
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_picasso._torchrec import BaseEmbeddingDist, EmbeddingShardingContext
 from torchrec_picasso.errors import CompatError
@@ -139,3 +140,11 @@ class Later(LazyAwaitable[Any]):
 
 class LaterByKey(LazyGetItemMixin[str, Tensor], Later):
     """A KeyedTensor, of which an item may be taken before anybody waits."""
+
+
+def awaitable_of(output: Any) -> LazyAwaitable[Any]:
+    """Returns an output as a sharded module does: an item of a KeyedTensor is no tensor then, which
+    a model may ask for, and ``torch.autograd.Function`` does."""
+    if isinstance(output, LazyAwaitable):
+        return output
+    return (LaterByKey if isinstance(output, KeyedTensor) else Later)(lambda: output)

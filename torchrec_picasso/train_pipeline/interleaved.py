@@ -255,12 +255,12 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
             PeerError: If another rank failed, with its message, or does not answer.
             PicassoError: If the step before did not end; see :meth:`reset`.
         """
+        self._lifecycle.check_step()  # peers shall hear why the step before raised, not of this
         is_training, number, steps = self._model.training, self._batch_count, self._steps
         naming_ranks = steps.peers.propagate_errors(lambda: f"step {number}, {steps.doing}")
         try:
             measuring = self._watch.measuring()
             with naming_ranks, measuring, explained_tracing(), self._dense_average.in_step():
-                self._lifecycle.check_step()
                 if self._lifecycle.state is State.DETACHED:
                     self.attach(self._model)
                 step = steps.take(dataloader_iter, self)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torchrec.distributed.types import LazyAwaitable, LazyNoWait
+from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.batches.feed import PreparedBatch
@@ -22,6 +22,7 @@ from torchrec_picasso.rows.batch_rows import MicroBatchRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.request import RowRequest
 from torchrec_picasso.rows.valid_features import valid_features
+from torchrec_picasso.sharding.output_dist import awaitable_of
 from torchrec_picasso.train_pipeline.model_parts import ProcessedModule, ScheduledModule
 from torchrec_picasso.train_pipeline.variable_batch import (
     VariableBatchFeatures,
@@ -92,7 +93,7 @@ class ModuleGroup:
         if len(outputs) == 1:
             return outputs[0]
         sizes = [size for _, size in acquired]
-        return LazyNoWait(join_outputs([output.wait() for output in outputs], sizes))
+        return awaitable_of(join_outputs([output.wait() for output in outputs], sizes))
 
 
 def is_weighted(module: ScheduledModule, has_weights: bool) -> bool:

@@ -33,12 +33,13 @@ import torch
 import torch.fx
 import torchrec
 from torch import Tensor, nn
-from torchrec.distributed.types import LazyAwaitable, LazyNoWait
+from torchrec.distributed.types import LazyAwaitable
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_picasso._torchrec import PipelinedForward, Tracer, rewrite_model
 from torchrec_picasso.errors import CompatError
+from torchrec_picasso.sharding.output_dist import awaitable_of
 from torchrec_picasso.train_pipeline.full_batch_output import without_graph
 
 
@@ -75,8 +76,7 @@ class InterleavedForward(PipelinedForward):
 
         def compute() -> Any:
             is_cut = has_graph and not torch.is_grad_enabled()
-            given = without_graph(output, self._name) if is_cut else output
-            return given if isinstance(given, LazyAwaitable) else LazyNoWait(given)
+            return awaitable_of(without_graph(output, self._name) if is_cut else output)
 
         self._next = compute
 
