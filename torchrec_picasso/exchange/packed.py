@@ -75,23 +75,25 @@ class PackedAllToAll:
         self._received_P: Sequence[Tensor] = received_P
         self._received_PW: _Counts = received_PW
         self._codec = codec
-        dims_P = [received.size(1) if received.dim() == 2 else 1 for received in received_P]
-        send_W = _elements_per_rank(sent_PW, dims_P)
-        receive_W = _elements_per_rank(received_PW, dims_P)
-        wire_in = _join_by_rank(sent_P, sent_PW)
+        # One payload without a codec: send and receive its memory as it is.
+        self._in_place = codec is None and len(payloads) == 1
+        if self._in_place:
+            (wire_in, send_W, self._wire_out, receive_W), most_sent = payloads[0], most_asked
+        else:
+            dims_P = [received.size(1) if received.dim() == 2 else 1 for received in received_P]
+            send_W = _elements_per_rank(sent_PW, dims_P)
+            receive_W = _elements_per_rank(received_PW, dims_P)
+            wire_in, most_sent = _join_by_rank(sent_P, sent_PW), most_asked * max(dims_P)
         # A codec changes the number of elements on the wire, so the splits follow it.
         if codec is not None:
             self._codec_ctx = codec.create_context()
             wire_in = codec.encode(wire_in, self._codec_ctx)
             send_W = [codec.calc_quantized_size(n, self._codec_ctx) for n in send_W]
             receive_W = [codec.calc_quantized_size(n, self._codec_ctx) for n in receive_W]
-        # One payload without a codec: receive directly into its memory.
-        self._in_place = codec is None and len(payloads) == 1
-        new = wire_in.new_empty
-        self._wire_out = received_P[0].view(-1) if self._in_place else new(sum(receive_W))
+        if not self._in_place:
+            self._wire_out = wire_in.new_empty(sum(receive_W))
         self._wire_in = wire_in  # the work object need not keep its input alive
         self._has_ended = False
-        most_sent = most_asked * max(dims_P)
         self._work = ranks.start_all_to_all(self._wire_out, wire_in, receive_W, send_W, most_sent)
 
     def wait(self) -> None:
