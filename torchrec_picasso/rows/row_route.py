@@ -370,6 +370,10 @@ class IncomingRows(IncomingRequests):
     row_numbers_by_fetch_n: Tensor
     """Home rows in fetch order."""
 
+    @cached_property
+    def _row_numbers_E(self) -> Sequence[Tensor]:
+        return self.row_numbers_by_fetch_n.split(self.served_by_fetch.sizes)
+
     @staticmethod
     def joined(batches: Sequence[IncomingRows]) -> IncomingRows:
         """Merges the requests of several batches for their update."""
@@ -381,7 +385,7 @@ class IncomingRows(IncomingRequests):
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
         """Returns the rows of one exchange, by destination rank: float32, ``(n, D)``."""
-        return storage.gather(self.row_numbers_by_fetch_n[self.served_by_fetch.slice_of(exchange)])
+        return storage.gather(self._row_numbers_E[exchange])
 
     def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
         """Updates every row once, and the touched hot rows."""
