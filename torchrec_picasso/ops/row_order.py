@@ -33,7 +33,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -268,6 +268,11 @@ class ExchangeSplits:
     def sizes(self) -> list[int]:
         """Number of rows of each exchange."""
         return list(map(sum, self.counts_EW))
+
+    @property
+    def by_rank(self) -> list[int]:
+        """Number of rows of each rank, exchange after exchange."""
+        return list(chain.from_iterable(self.counts_EW))
 
     @cached_property
     def edges(self) -> list[int]:
