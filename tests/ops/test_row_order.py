@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchrec_picasso.ops import sorts
 from torchrec_picasso.ops.ids import HotSlots, IdSpace, PackedTable
 from torchrec_picasso.ops.row_order import RowRanges, locate_rows
-from torchrec_picasso.ops.sorts import nonzero_indices, sort_with_tags, stable_order
+from torchrec_picasso.ops.sorts import sort_with_tags, stable_order
 
 CPU = torch.device("cpu")
 DTYPES = (torch.int32, torch.int64)  # the second does not fit into a word with its place
@@ -62,13 +62,6 @@ def test_many_keys_are_sorted_alike_on_every_processor(
     sorted_N, found_N = sort_with_tags(keys_N, tags_N)
     tags = range(len(keys_N)) if tags_N is None else tags_N.tolist()
     assert list(zip(sorted_N.tolist(), found_N.tolist())) == sorted(zip(keys_N.tolist(), tags))
-
-
-@given(st.lists(st.booleans()))
-def test_places_of_a_mask(mask: list[bool]) -> None:
-    places_N = nonzero_indices(torch.tensor(mask, dtype=torch.bool))
-    assert places_N.dtype == torch.int64
-    assert places_N.tolist() == [place for place, is_it in enumerate(mask) if is_it]
 
 
 @given(seed=st.integers(0, 2**31), num_chunks=st.sampled_from([1, 2, 40]))

@@ -42,9 +42,9 @@ class FakeRanks:
         most_sent: int,
     ) -> _Pending:
         assert sum(receive_W) <= most_sent * len(receive_W), "no bound of what ranks send"
-        assert sum(receive_W) == output_m.numel()
-        assert sum(send_W) == input_n.numel()
-        self.sent_elements += sum(send_W) - send_W[self.rank]
+        assert sum(receive_W) == len(output_m)
+        assert sum(send_W) == len(input_n)
+        self.sent_elements += (sum(send_W) - send_W[self.rank]) * input_n[:1].numel()
         return self._start("all-to-all", (output_m.split(list(receive_W)), input_n, send_W))
 
     def start_sum(self, values: Tensor) -> _Pending:

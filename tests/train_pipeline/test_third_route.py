@@ -34,8 +34,8 @@ class _LookupReader(IdReader):
         ids = super().read(features, sizes_K, is_weighted)
         by_row_N = ids.rows.lookups_by_row_N
         ids_N = ids.rows.ids_U.index_select(0, ids.rows.row_of_lookup_N)
-        one_each_N1 = torch.arange(len(by_row_N) + 1)
-        rows = UniqueRows(ids_N[by_row_N], positions_of(by_row_N), by_row_N, one_each_N1)
+        one_each_N = torch.ones_like(by_row_N)
+        rows = UniqueRows(ids_N[by_row_N], positions_of(by_row_N), by_row_N, one_each_N)
         return dataclasses.replace(ids, rows=rows)
 
 

@@ -270,4 +270,7 @@ def _gather_segments(values_N: Tensor | None, segments_FK: list[int], num_parts:
     if len(segments_FK) == num_parts:
         return _views(values_N, segments_FK)
     views_FK = values_N.split(segments_FK)
-    return [torch.cat(views_FK[k::num_parts]) for k in range(num_parts)]
+    by_part = [view for k in range(num_parts) for view in views_FK[k::num_parts]]
+    nums = [sum(segments_FK[k::num_parts]) for k in range(num_parts)]
+    # nobody else has the joined values; of ``split`` autograd would refuse writes into a part
+    return list(torch.cat(by_part).unsafe_split_with_sizes(nums))

@@ -24,6 +24,7 @@ Shape letters: n elements sent, m received, W ranks.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -109,23 +110,24 @@ class Ranks:
         send_W: Sequence[int],
         most_sent: int,
     ) -> Pending:
-        """Starts sending ``send_W[w]`` elements to rank ``w``. Collective.
+        """Starts sending ``send_W[w]`` entries of dim 0 to rank ``w``. Collective.
 
-        Both vectors are contiguous and grouped by rank. The output is complete after the handle's
+        Both tensors are contiguous and grouped by rank. The output is complete after the handle's
         ``wait``; until then the input must stay alive and unchanged. ``most_sent`` is about the
-        most elements that a rank sends, equal on all ranks: by it they choose the same way. Costs
+        most entries that a rank sends, equal on all ranks: by it they choose the same way. Costs
         one collective, or ``W - 1`` messages each way if that may be much and the backend is gloo.
         """
         if self.size == 1:
             output_m.copy_(input_n)
             return _Nothing()
         sent, received = (sum(sizes_W) - sizes_W[self.rank] for sizes_W in (send_W, receive_W))
-        note_bytes(sent * input_n.element_size(), received * input_n.element_size())
+        entry_bytes = input_n.element_size() * math.prod(input_n.shape[1:])
+        note_bytes(sent * entry_bytes, received * entry_bytes)
         pg, sizes = self.pg, (list(receive_W), list(send_W))
         by_gloo = input_n.device.type == "cpu" and is_on_gloo(pg)
         if by_gloo:
             connect(pg)
-        if by_gloo and most_sent * input_n.element_size() > _traffic[pg].small_bytes:
+        if by_gloo and most_sent * entry_bytes > _traffic[pg].small_bytes:
             works = _start_messages(_traffic[pg], output_m, input_n, *sizes)
             return _Exchange(_traffic[pg], works)
         group = _traffic[pg].group if by_gloo else pg

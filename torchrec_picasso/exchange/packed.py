@@ -27,32 +27,28 @@ from torchrec_picasso.ops.streams import keep_for_current_stream
 
 
 class Payload(NamedTuple):
-    """The share of one pack, or of one pack and chunk, in an all-to-all. All payloads of an
+    """The share of one pack in an all-to-all, of one chunk or of several. All payloads of an
     exchange have one type and device. The received tensor may be a slice of a larger matrix."""
 
     sent: Tensor
-    """Contiguous ``(n, D)``, or ``(n,)`` which counts as ``(n, 1)``, by destination rank."""
+    """Contiguous ``(n, D)``, or ``(n,)`` which counts as ``(n, 1)``, by chunk and destination."""
     sent_W: Sequence[int]
-    """Rows to each rank, which sum to n."""
+    """Rows to each rank, chunk after chunk, which sum to n."""
     received: Tensor
-    """Contiguous memory for ``(m, D)``, or ``(m,)``, by source rank."""
+    """Contiguous memory for ``(m, D)``, or ``(m,)``, by chunk and source rank."""
     received_W: Sequence[int]
-    """Rows from each rank, which sum to m."""
+    """Rows from each rank, chunk after chunk, which sum to m."""
 
 
-def by_chunk(
+def with_all_chunks(
     sent_P: Sequence[Tensor],
     sent_by_P: Sequence[ExchangeSplits],
     received_P: Sequence[Tensor],
     received_by_P: Sequence[ExchangeSplits],
 ) -> list[Payload]:
-    """Splits the vectors of packs into their chunks, a payload each."""
-    payloads: list[Payload] = []
-    for sent, sent_by, received, received_by in zip(sent_P, sent_by_P, received_P, received_by_P):
-        sent_K, received_K = sent.split(sent_by.sizes), received.split(received_by.sizes)
-        chunks = zip(sent_K, sent_by.counts_EW, received_K, received_by.counts_EW)
-        payloads += [Payload(*chunk) for chunk in chunks]
-    return payloads
+    """Returns a payload of each pack."""
+    packs = zip(sent_P, sent_by_P, received_P, received_by_P)
+    return [Payload(sent, by.by_rank, into, into_by.by_rank) for sent, by, into, into_by in packs]
 
 
 class PackedAllToAll:
@@ -75,23 +71,26 @@ class PackedAllToAll:
         self._received_P: Sequence[Tensor] = received_P
         self._received_PW: _Counts = received_PW
         self._codec = codec
-        dims_P = [received.size(1) if received.dim() == 2 else 1 for received in received_P]
-        send_W = _elements_per_rank(sent_PW, dims_P)
-        receive_W = _elements_per_rank(received_PW, dims_P)
-        wire_in = _join_by_rank(sent_P, sent_PW)
+        self._size = size = ranks.size
+        # One chunk of one payload without a codec: send and receive its memory as it is.
+        self._in_place = codec is None and len(payloads) == 1 and len(sent_PW[0]) == size
+        if self._in_place:
+            (wire_in, send_W, self._wire_out, receive_W), most_sent = payloads[0], most_asked
+        else:
+            dims_P = [received.size(1) if received.dim() == 2 else 1 for received in received_P]
+            send_W = _elements_per_rank(sent_PW, dims_P, size)
+            receive_W = _elements_per_rank(received_PW, dims_P, size)
+            wire_in, most_sent = _join_by_rank(sent_P, sent_PW, size), most_asked * max(dims_P)
         # A codec changes the number of elements on the wire, so the splits follow it.
         if codec is not None:
             self._codec_ctx = codec.create_context()
             wire_in = codec.encode(wire_in, self._codec_ctx)
             send_W = [codec.calc_quantized_size(n, self._codec_ctx) for n in send_W]
             receive_W = [codec.calc_quantized_size(n, self._codec_ctx) for n in receive_W]
-        # One payload without a codec: receive directly into its memory.
-        self._in_place = codec is None and len(payloads) == 1
-        new = wire_in.new_empty
-        self._wire_out = received_P[0].view(-1) if self._in_place else new(sum(receive_W))
+        if not self._in_place:
+            self._wire_out = wire_in.new_empty(sum(receive_W))
         self._wire_in = wire_in  # the work object need not keep its input alive
         self._has_ended = False
-        most_sent = most_asked * max(dims_P)
         self._work = ranks.start_all_to_all(self._wire_out, wire_in, receive_W, send_W, most_sent)
 
     def wait(self) -> None:
@@ -108,7 +107,7 @@ class PackedAllToAll:
             received = self._wire_out
             if self._codec is not None:
                 received = self._codec.decode(received, self._codec_ctx)
-            _cut_by_rank(received, self._received_P, self._received_PW)
+            _cut_by_rank(received, self._received_P, self._received_PW, self._size)
         self._has_ended = True
 
 
@@ -191,40 +190,42 @@ class HotReduction:
             wait_for(self._work)
             self._work = None
             if len(self._outputs_P) > 1:
-                _cut_by_rank(self._flat, self._outputs_P, [[len(out)] for out in self._outputs_P])
+                _cut_by_rank(self._flat, self._outputs_P, [[len(o)] for o in self._outputs_P], 1)
 
 
 _Counts = Sequence[Sequence[int]]
-"""Rows per (payload, rank), on the host."""
+"""Rows of each payload by chunk and rank, on the host."""
 
 
-def _elements_per_rank(counts_PW: _Counts, dims_P: Sequence[int]) -> list[int]:
-    """Elements to or from each rank: rows times dim, summed over packs."""
-    by_rank = zip(*counts_PW)
-    return [sum(num * dim for num, dim in zip(nums_P, dims_P)) for nums_P in by_rank]
+def _elements_per_rank(counts_PW: _Counts, dims_P: Sequence[int], size: int) -> list[int]:
+    """Elements to or from each rank: rows times dim, summed over packs and chunks."""
+    pairs = list(zip(counts_PW, dims_P))
+    return [sum(sum(nums[rank::size]) * dim for nums, dim in pairs) for rank in range(size)]
 
 
-def _join_by_rank(matrices_P: Sequence[Tensor], counts_PW: _Counts) -> Tensor:
-    """Joins matrices grouped by rank into one vector grouped by rank, then pack."""
-    if len(matrices_P) == 1:
-        return matrices_P[0].reshape(-1)
+def _join_by_rank(matrices_P: Sequence[Tensor], counts_PW: _Counts, size: int) -> Tensor:
+    """Joins matrices grouped by chunk and rank into a vector grouped by rank, pack and chunk."""
+    if len(matrices_P) == 1 and len(counts_PW[0]) == size:
+        return matrices_P[0].flatten()
+    segments = _segments(matrices_P, counts_PW, size)
     if len({matrix.shape[1:] for matrix in matrices_P}) == 1:  # rows of one dim: flat afterwards
-        return torch.cat(_segments(matrices_P, counts_PW)).view(-1)
-    return torch.cat([segment.reshape(-1) for segment in _segments(matrices_P, counts_PW)])
+        return torch.cat(segments).flatten()
+    return torch.cat([segment.flatten() for segment in segments])
 
 
-def _cut_by_rank(flat: Tensor, matrices_P: Sequence[Tensor], counts_PW: _Counts) -> None:
-    """Splits a vector grouped by rank, then pack, into matrices grouped by rank."""
-    segments = _segments(matrices_P, counts_PW)
+def _cut_by_rank(flat: Tensor, matrices_P: Sequence[Tensor], counts_PW: _Counts, size: int) -> None:
+    """Splits such a vector into the matrices again."""
+    segments = _segments(matrices_P, counts_PW, size)
     if len({matrix.shape[1:] for matrix in matrices_P}) == 1:
-        rows = flat.view(-1, *matrices_P[0].shape[1:]).split([len(segment) for segment in segments])
+        whole = flat if segments[0].dim() == 1 else flat.view(-1, *segments[0].shape[1:])
+        rows = whole.split([len(segment) for segment in segments])
     else:
         pieces = flat.split([segment.numel() for segment in segments])
         rows = tuple(piece.view_as(segment) for piece, segment in zip(pieces, segments))
     torch._foreach_copy_(segments, rows)
 
 
-def _segments(matrices_P: Sequence[Tensor], counts_PW: _Counts) -> list[Tensor]:
-    """Returns views of matrices grouped by rank, in the order of the wire: by rank, then pack."""
+def _segments(matrices_P: Sequence[Tensor], counts_PW: _Counts, size: int) -> list[Tensor]:
+    """Returns views of matrices grouped by chunk and rank, in the order of the wire."""
     segments_PW = [matrix.split(list(counts)) for matrix, counts in zip(matrices_P, counts_PW)]
-    return [segment for by_pack in zip(*segments_PW) for segment in by_pack]
+    return [each for rank in range(size) for own in segments_PW for each in own[rank::size]]

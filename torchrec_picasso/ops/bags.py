@@ -34,7 +34,7 @@ from torchrec_picasso.ops.ids import counting, segment_of
 from torchrec_picasso.ops.pack_plan import PackPlan
 from torchrec_picasso.ops.row_order import LocatedRows, UniqueRows
 from torchrec_picasso.ops.segment_reduction import PoolingIndex, bag_of_lookup
-from torchrec_picasso.ops.sorts import first_of_runs, nonzero_indices, stable_order
+from torchrec_picasso.ops.sorts import first_of_runs, key_type, stable_order
 from torchrec_picasso.ops.streams import kept_by_stream
 
 Counts = Sequence[Sequence[int]]
@@ -205,12 +205,12 @@ def _on_device(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
 def micro_batch_of_lookup(
     edges_J1: Tensor, micro_batch_J: Sequence[int], num_lookups: int
 ) -> Tensor:
-    """Returns the micro-batch of each lookup in bag order, int64, shape ``(N,)``. ``edges_J1`` is a
-    result of :func:`segment_edges`, ``micro_batch_J`` that of each segment."""
-    numbers = _on_device(edges_J1.device, tuple(micro_batch_J))
+    """Returns the micro-batch of each lookup in bag order, integer, shape ``(N,)``. ``edges_J1`` is
+    a result of :func:`segment_edges`, ``micro_batch_J`` that of each segment."""
     if edges_J1.device.type == "cpu":
-        counts_J = torch.from_numpy(np.diff(edges_J1.numpy()))
-        return torch.repeat_interleave(numbers, counts_J, output_size=num_lookups)
+        numbers_J = np.array(micro_batch_J, key_type(1 + max(micro_batch_J)))
+        return torch.from_numpy(np.repeat(numbers_J, np.diff(edges_J1.numpy())))
+    numbers = _on_device(edges_J1.device, tuple(micro_batch_J))
     return numbers.index_select(0, segment_of(edges_J1[1:], num_lookups))
 
 
@@ -234,7 +234,6 @@ def group_by_micro_batch(
 ) -> LookupGroups:
     """Groups lookups by row in each micro-batch; arguments as for :func:`micro_batch_of_lookup`.
     Costs one stable sort of N small integers, no host sync."""
-    edges = _edges_by_micro_batch(edges_J1, cut)
     # lookups_by_row_N is grouped by row. A stable sort by micro-batch keeps this grouping within
     # each micro-batch, so N keys below K suffice.
     keys_N = micro_batch_N.index_select(0, rows.lookups_by_row_N)
@@ -242,32 +241,28 @@ def group_by_micro_batch(
     lookups_N = rows.lookups_by_row_N.index_select(0, order_N)
     row_N = rows.row_of_lookup_N.index_select(0, lookups_N)
     # A group starts where the row changes or a new (micro-batch, matrix) begins. The mask has one
-    # entry more than rows, so that the last edge (= N) is a valid index.
-    is_start_N1 = first_of_runs(row_N).index_fill_(0, edges, True)
-    # Groups of a micro-batch and matrix: number of starts between neighbouring edges.
-    if edges.device.type == "cpu":
-        start_G1 = nonzero_indices(is_start_N1)
-        before = torch.searchsorted(start_G1, edges)
-    else:
-        count_N1 = is_start_N1.cumsum(0)
-        start_G1 = torch.searchsorted(
-            count_N1, counting(edges.device, count_N1.numel()), right=True
-        )
-        before = count_N1.index_select(0, edges)
-    return LookupGroups(lookups_N, row_N, start_G1, torch.diff(before))
-
-
-def _edges_by_micro_batch(edges_J1: Tensor, cut: BatchCut) -> Tensor:
-    """Returns the first lookup of each micro-batch and matrix, and N, of lookups in that order."""
+    # entry more than rows, so that the last edge (= N) is a valid index. Groups of a micro-batch
+    # and matrix: number of starts between neighbouring edges.
     num_segments = [[len(bags_J) for bags_J in row] for row in cut.segments_MK]
     first, num_parts = _edges(num_segments), cut.num_micro_batches
     # From counts by matrix and micro-batch to counts by micro-batch and matrix.
-    if edges_J1.device.type == "cpu":
+    if row_N.device.type == "cpu":
         lookups_MK = np.diff(edges_J1.numpy()[first]).reshape(-1, num_parts)
-        return torch.from_numpy(np.cumsum([0, *lookups_MK.T.flat]))
-    edges = edges_J1.index_select(0, _on_device(edges_J1.device, tuple(first)))
-    lookups_KM = torch.diff(edges).view(-1, num_parts).t()
-    return torch.ops.fbgemm.asynchronous_complete_cumsum(lookups_KM.reshape(-1))
+        edges = np.cumsum([0, *lookups_MK.T.flat])
+        sorted_n, is_start_n1 = row_N.numpy(), np.ones(row_N.numel() + 1, bool)
+        np.not_equal(sorted_n[1:], sorted_n[:-1], out=is_start_n1[1:-1])
+        is_start_n1[edges] = True
+        starts = np.flatnonzero(is_start_n1)
+        counts = np.diff(np.searchsorted(starts, edges))
+        return LookupGroups(lookups_N, row_N, torch.from_numpy(starts), torch.from_numpy(counts))
+    edges_MK = edges_J1.index_select(0, _on_device(row_N.device, tuple(first)))
+    lookups_KM = torch.diff(edges_MK).view(-1, num_parts).t().reshape(-1)
+    edges_KM = torch.ops.fbgemm.asynchronous_complete_cumsum(lookups_KM)
+    count_N1 = first_of_runs(row_N).index_fill_(0, edges_KM, True).cumsum(0)
+    counting_N1 = counting(row_N.device, count_N1.numel())
+    start_G1 = torch.searchsorted(count_N1, counting_N1, right=True)
+    before = count_N1.index_select(0, edges_KM)
+    return LookupGroups(lookups_N, row_N, start_G1, torch.diff(before))
 
 
 def cut_pooling(

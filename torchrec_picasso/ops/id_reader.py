@@ -51,7 +51,7 @@ class PreparedIds:
     def from_read(ids: ReadIds, features: KeyedJaggedTensor) -> PreparedIds:
         """Joins ids that were read from features."""
         rows = ids.rows
-        parts = [rows.ids_U, rows.edges_U1, rows.row_of_lookup_N, rows.lookups_by_row_N]
+        parts = [rows.ids_U, rows.counts, rows.row_of_lookup_N, rows.lookups_by_row_N]
         parts += [ids.bags.offsets_S1, ids.outside_ids.view(1)]
         parts += [] if ids.bags.source_N is None else [ids.bags.source_N]
         values, lengths = [part.to(rows.ids_U.dtype) for part in parts], tuple(map(len, parts))
@@ -61,10 +61,10 @@ class PreparedIds:
         """Returns the ids by their meaning."""
         ids_U, *others = self.values.split(self.lengths)
         others = [part.to(torch.int64) for part in others]
-        edges_U1, row_N, lookups_N, offsets_S1, outside, *source = others
+        counts_U, row_N, lookups_N, offsets_S1, outside, *source = others
         return ReadIds(
             bags=Bags(offsets_S1=offsets_S1, source_N=source[0] if source else None),
-            rows=UniqueRows(ids_U, row_N, lookups_N, edges_U1),
+            rows=UniqueRows(ids_U, row_N, lookups_N, counts_U),
             outside_ids=outside.squeeze(0),
             sizes=self.sizes,
         )

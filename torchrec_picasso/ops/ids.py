@@ -278,11 +278,13 @@ def parts_to_unite(num: int, num_ranks: int) -> int:
     return num_ranks if 2 * words_of(num, num_ranks) < words_of(num, 1) else 1
 
 
+no_words = kept_by_stream(lambda device: torch.empty(0, dtype=torch.int64, device=device))
+"""Returns the words of no flags on a device."""
+
+
 def bits_to_words(flags: Tensor) -> Tensor:
     """Packs flags, 0 or 1, uint8, into int64 words of 64 bits each, little-endian. Flags fill whole
     words."""
-    if not flags.numel():  # as without hot rows
-        return flags.view(torch.int64)
     # As (bytes, 8 bits); a byte is the sum of its shifted bits.
     by_byte = flags.view(-1, 8) << _bit_of_byte(flags.device)
     return by_byte.sum(1, dtype=torch.uint8).view(torch.int64)

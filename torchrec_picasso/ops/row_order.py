@@ -33,7 +33,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -46,12 +46,12 @@ from torchrec_picasso.ops.ids import (
     bits_to_words,
     counting,
     flags_of,
+    no_words,
     parts_to_unite,
     segment_of,
 )
 from torchrec_picasso.ops.sorts import (
-    first_of_runs,
-    nonzero_indices,
+    key_type,
     positions_of,
     small_keys,
     sort_by_segment,
@@ -74,13 +74,10 @@ class UniqueRows:
     """Index into ``ids_U`` of each lookup, int64."""
     lookups_by_row_N: Tensor
     """Lookups grouped by row: a permutation of ``0..N-1``, int64."""
-    edges_U1: Tensor
-    """First entry of each row in ``lookups_by_row_N``, and N, int64."""
-
-    @cached_property
-    def counts(self) -> Tensor:
-        """Number of lookups of each row, int64."""
-        return torch.diff(self.edges_U1)
+    counts: Tensor
+    """Number of lookups of each row, int64."""
+    edges_U1: Tensor | None = None
+    """First entry of each row in ``lookups_by_row_N``, and N, int64; ``None`` = not computed."""
 
 
 def unique_rows(ids_N: Tensor) -> UniqueRows:
@@ -91,22 +88,23 @@ def unique_rows(ids_N: Tensor) -> UniqueRows:
     sorted_N, lookups_by_row_N = sort_with_tags(ids_N)
     # row_N: index of the row for each lookup in sorted order, shape (N,). The scatter moves it back
     # to the input order of the lookups.
-    row_N, edges_U1 = _runs(sorted_N)
-    row_of_lookup_N = torch.empty_like(row_N).scatter_(0, lookups_by_row_N, row_N)
+    edges_U1 = None
     if sorted_N.device.type == "cpu":
-        ids_U = sorted_N.index_select(0, edges_U1[:-1])
+        ids_U, row_N, counts_U = torch.unique_consecutive(
+            sorted_N, return_inverse=True, return_counts=True
+        )
     else:
+        row_N, edges_U1 = _runs(sorted_N)
+        counts_U = torch.diff(edges_U1)
         ids_U = torch.full_like(sorted_N, torch.iinfo(sorted_N.dtype).max)
         ids_U.scatter_(0, row_N, sorted_N)
-    return UniqueRows(ids_U, row_of_lookup_N, lookups_by_row_N, edges_U1)
+    row_of_lookup_N = torch.empty_like(row_N).scatter_(0, lookups_by_row_N, row_N)
+    return UniqueRows(ids_U, row_of_lookup_N, lookups_by_row_N, counts_U, edges_U1)
 
 
 def _runs(sorted_N: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the run of equal values of each entry, ``(N,)``, and the first entry of each run, and
-    N, ``(U + 1,)``, both int64. On an accelerator U is N there: no entry begins the last runs."""
-    if sorted_N.device.type == "cpu":
-        first_N1 = first_of_runs(sorted_N)
-        return first_N1[:-1].cumsum(0).sub_(1), nonzero_indices(first_N1)
+    N, ``(N + 1,)``, both int64: no entry begins the last runs. No host sync."""
     run_N = torch.zeros_like(sorted_N, dtype=torch.int64)
     torch.ne(sorted_N[1:], sorted_N[:-1], out=run_N[1:])
     run_N.cumsum_(0)
@@ -225,9 +223,10 @@ class LocatedRows:
 
 
 def first_use_chunks(rows: UniqueRows, micro_batch_N: Tensor, num_micro_batches: int) -> Tensor:
-    """Computes the chunk of every row, int64: the first micro-batch that looks the row up."""
+    """Computes the chunk of every row: the first micro-batch that looks the row up. Micro-batches
+    and chunks are integers of one type."""
     # Minimum of the micro-batch over the lookups of each row, starting from the largest value.
-    chunk_U = torch.full_like(rows.ids_U, num_micro_batches - 1, dtype=torch.int64)
+    chunk_U = torch.full_like(rows.ids_U, num_micro_batches - 1, dtype=micro_batch_N.dtype)
     return chunk_U.scatter_reduce_(0, rows.row_of_lookup_N, micro_batch_N, "amin")
 
 
@@ -240,9 +239,11 @@ def locate_rows(
     storage_row_U = ranges.shift_R.index_select(0, range_U).add_(ids_U)
     # One flag more than words have bits: all cold rows write to it.
     num_flags = ranges.num_flags
-    is_used = torch.zeros(num_flags + 1, dtype=torch.uint8, device=ids_U.device)
+    used_bits_X = no_words(ids_U.device)
     if num_flags:
+        is_used = torch.zeros(num_flags + 1, dtype=torch.uint8, device=ids_U.device)
         is_used.index_fill_(0, ranges.flag_R.index_select(0, range_U), 1)
+        used_bits_X = bits_to_words(is_used[:num_flags])
     entry_U = range_U if chunk_U is None else torch.add(chunk_U, range_U, alpha=num_chunks)
     segment_U = ranges.segments(ids_U.device, num_chunks).index_select(0, entry_U)
     # Rows ascend within a segment because tables of one pack are side by side and ascend at each
@@ -253,7 +254,7 @@ def locate_rows(
         storage_row_U=storage_row_U.index_select(0, order_U),
         counts_PQ=counts.view(ranges.num_packs, per_pack),
         order_U=order_U,
-        used_bits_X=bits_to_words(is_used[:num_flags]),
+        used_bits_X=used_bits_X,
     )
 
 
@@ -268,6 +269,11 @@ class ExchangeSplits:
     def sizes(self) -> list[int]:
         """Number of rows of each exchange."""
         return list(map(sum, self.counts_EW))
+
+    @property
+    def by_rank(self) -> list[int]:
+        """Number of rows of each rank, exchange after exchange."""
+        return list(chain.from_iterable(self.counts_EW))
 
     @cached_property
     def edges(self) -> list[int]:
@@ -355,14 +361,16 @@ def _fetch_segments(requested: np.ndarray, dirty_n: Tensor) -> tuple[Tensor, tup
     num_segments, shape = requested.size, (num_lists, 1 + num_chunks, world_size)
     fetched = np.arange(math.prod(shape)).reshape(shape)
     clean = np.broadcast_to(fetched[:, :1], requested.shape)
+    if dirty_n.device.type == "cpu":
+        dtype, counts = key_type(math.prod(shape)), requested.ravel()
+        # the segment of each row, were it clean, and were it dirty
+        both = (np.repeat(a.astype(dtype).ravel(), counts) for a in (clean, fetched[:, 1:]))
+        return torch.from_numpy(np.where(dirty_n.numpy() == 0, *both)), shape
     # One copy to the device: the end of each segment of request order, then by segment that of its
     # clean rows in fetch order, then that of its dirty rows.
     numbers = np.concatenate([requested.cumsum(), clean.ravel(), fetched[:, 1:].ravel()])
     on_device = torch.from_numpy(numbers).to(dirty_n.device, non_blocking=True)
-    if dirty_n.device.type == "cpu":
-        segment_n = torch.from_numpy(np.repeat(np.arange(num_segments), requested.ravel()))
-    else:
-        segment_n = segment_of(on_device[:num_segments], dirty_n.numel())
+    segment_n = segment_of(on_device[:num_segments], dirty_n.numel())
     # The entry of a row in the two tables is its segment, plus their length if the row is dirty.
     entry_n = segment_n.add_(dirty_n, alpha=num_segments)
     return on_device[num_segments:].index_select(0, entry_n), shape

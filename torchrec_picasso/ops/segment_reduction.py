@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrec_picasso.ops.sorts import first_of_runs, nonzero_indices, sort_with_tags
+from torchrec_picasso.ops.sorts import sort_with_tags
 
 _LARGEST_INT32 = 2**31 - 1
 _MEAN_EPS = 1e-6
@@ -203,12 +203,13 @@ def sum_by_row(
     # Without weights the sort carries the bag of each lookup, which saves one gather. With weights
     # the sort carries the lookup, which also indexes the weights.
     sorted_N, by_row_N = sort_with_tags(rows_N.to(short), bags_N if weights_N is None else None)
-    offsets_U1 = nonzero_indices(first_of_runs(sorted_N))
+    rows_U, counts_U = torch.unique_consecutive(sorted_N, return_counts=True)
     # No repeats: there is nothing to sum.
-    if bags_N is None and offsets_U1.numel() == rows_N.numel() + 1:
+    if bags_N is None and rows_U.numel() == rows_N.numel():
         return rows_N.to(torch.int64), grads_SD
     if bags_N is not None and weights_N is not None:
         # Weights and bags, from lookup order to lookups sorted by row, shape (N,).
         weights_N, by_row_N = (each.index_select(0, by_row_N) for each in (weights_N, bags_N))
+    offsets_U1 = torch.ops.fbgemm.asynchronous_complete_cumsum(counts_U)
     sums_UD = gather_sum(grads_SD.contiguous(), by_row_N, offsets_U1, weights_N)
-    return sorted_N.index_select(0, offsets_U1[:-1]).to(torch.int64), sums_UD
+    return rows_U.to(torch.int64), sums_UD

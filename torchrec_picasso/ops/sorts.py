@@ -44,6 +44,12 @@ def small_keys(keys_n: Tensor, num_keys: int) -> Tensor:
     return keys_n.to(next(dtypes, keys_n.dtype))
 
 
+def key_type(num_keys: int) -> type[np.generic]:
+    """The type of numpy to which :func:`small_keys` converts, int64 for many keys."""
+    types: dict[int, type[np.generic]] = {2**8 - 1: np.uint8, 2**15 - 1: np.int16}
+    return next((type_ for limit, type_ in types.items() if num_keys <= limit), np.int64)
+
+
 def stable_order(keys_n: Tensor, num_keys: int) -> Tensor:
     """Computes the permutation, int64, that sorts integers ``0 .. num_keys - 1`` stably.
 
@@ -81,14 +87,8 @@ def sort_with_tags(keys_N: Tensor, tags_N: Tensor | None = None) -> tuple[Tensor
     words.sort()
     tags = words & ((1 << tag_bits) - 1)
     words >>= tag_bits
-    return torch.from_numpy(words).to(keys_N.dtype), torch.from_numpy(tags)
-
-
-def nonzero_indices(mask_N: Tensor) -> Tensor:
-    """Returns the indices where a mask is true: ascending int64; one host sync on CUDA."""
-    if mask_N.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(mask_N.numpy()))
-    return mask_N.nonzero().squeeze(1)
+    words = words.astype(keys_N.numpy().dtype, copy=False)
+    return torch.from_numpy(words), torch.from_numpy(tags)
 
 
 def first_of_runs(sorted_N: Tensor) -> Tensor:

@@ -39,6 +39,8 @@ class BatchGradients:
             buffers_P, [pack.relay.asked.num_rows if pack.relay else 0 for pack in layout.packs]
         )
         """Gradients that this rank relays, in request order."""
+        self._by_chunk_P: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """Views of the sums, and of the gradients that arrive, by pack and chunk."""
         self._pending_P: list[list[Pending]] = [[] for _ in layout.packs]
         self._packs_left = set(range(len(layout.packs)))
 
@@ -64,8 +66,12 @@ class BatchGradients:
         payloads: list[Payload] = []
         relayed: list[Callable[[], Payload]] = []
         for p, pack, grads_mD in zip(self._group.plan.packs_of(wave), packs, grads_P):
-            sums = self._sums_of(pack.matrix)[pack.in_matrix(pack.wanted.slice_of(chunk))]
-            into, served_W = grads_mD[pack.served.slice_of(chunk)], pack.served.counts_EW[chunk]
+            if p not in self._by_chunk_P:
+                arrived_K = grads_mD.split([*pack.served.sizes, pack.touched.slots_t.numel()])
+                sums_K = pack.cut(self._sums_of(pack.matrix), pack.wanted)
+                self._by_chunk_P[p] = list(zip(sums_K, arrived_K))
+            sums, into = self._by_chunk_P[p][chunk]
+            served_W = pack.served.counts_EW[chunk]
             if pack.relay is not None:
                 passing, asked = self._relayed_P.tensors[p], pack.relay.asked
                 relayed.append(partial(pack.relay.sums, passing, chunk, into, served_W))
@@ -132,6 +138,7 @@ class BatchGradients:
         self._packs_left.discard(p)
         if self._packs_left:
             return False
+        self._by_chunk_P.clear()
         self._arrived_P.release()
         self._relayed_P.release()
         self._sums_M = [None] * len(self._sums_M)

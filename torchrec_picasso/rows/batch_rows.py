@@ -43,6 +43,8 @@ class BatchRows:
         self.group = group
         self.layout = layout
         self._matrices = Matrices(group.buffers_M, layout.num_rows_M)
+        self._wanted_PE: dict[int, Sequence[Tensor]] = {}
+        """Views of wanted rows in the matrices, by pack and exchange."""
         # exchanges in progress: index in fetch order, packs, handle
         self._arrivals: list[tuple[int, set[int], Pending]] = []
         # rows that this rank relays, in fetch order
@@ -75,7 +77,6 @@ class BatchRows:
     def _fetch(self, exchange: int, packs: Sequence[int]) -> None:
         if not packs:
             return
-        matrices_M = self._matrices.tensors
         with torch.no_grad():
             # Home ranks gather (n, D) in fetch order; they land directly in their slice of the
             # requesting rank's matrix, also in fetch order.
@@ -85,7 +86,9 @@ class BatchRows:
                 pack = self.layout.packs[p]
                 served, wanted = pack.requests.served_by_fetch, pack.wanted_by_fetch
                 rows = pack.requests.read(self.group.storages[p], exchange)
-                into = matrices_M[pack.matrix][pack.in_matrix(wanted.slice_of(exchange))]
+                if p not in self._wanted_PE:
+                    self._wanted_PE[p] = pack.cut(self._matrices.tensors[pack.matrix], wanted)
+                into = self._wanted_PE[p][exchange]
                 served_W, wanted_W = served.counts_EW[exchange], wanted.counts_EW[exchange]
                 if pack.relay is not None:
                     passing, order = self._relayed_P.tensors[p], pack.relay.wanted_by_fetch
@@ -174,6 +177,7 @@ class BatchRows:
         its user may read it after the step.
         """
         if not self._num_unread:
+            self._wanted_PE.clear()
             self._matrices.release()
         if not self._arrivals:
             self._relayed_P.release()

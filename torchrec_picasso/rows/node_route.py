@@ -27,7 +27,7 @@ from torch import Tensor
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.all_to_all import Ranks
 from torchrec_picasso.exchange.by_host import HostExchanges, connect_hosts
-from torchrec_picasso.exchange.packed import Payload, by_chunk
+from torchrec_picasso.exchange.packed import Payload, with_all_chunks
 from torchrec_picasso.ops.ids import IdSpace
 from torchrec_picasso.ops.row_order import (
     ExchangeSplits,
@@ -203,7 +203,7 @@ class _Request(RowRouteRequest):
             for counts_PKY in (passing_PKLY.sum(2), arriving_PKYL.sum(3))
         )
         received = by_pack(self._arrived_n, arrived_P)
-        payloads = by_chunk(by_pack(sent_n, sent_P), sent_P, received, arrived_P)
+        payloads = with_all_chunks(by_pack(sent_n, sent_P), sent_P, received, arrived_P)
         return payloads + self._touched_payloads(self.route.num_hosts, self._arrived_n.dtype)
 
     def take_row_numbers(self) -> None:
@@ -227,7 +227,7 @@ class _Request(RowRouteRequest):
         # the mask of the rows that this rank wants of home ranks is the first part
         torch.index_select(self._dirty_n, 0, self._relayed.position_n, out=asked_n)
         sent_P, received_P = by_pack(asked_n, self._asked_P), by_pack(wanted_n, self._wanted_P)
-        return by_chunk(sent_P, self._asked_P, received_P, self._wanted_P)
+        return with_all_chunks(sent_P, self._asked_P, received_P, self._wanted_P)
 
     def _find_orders(self) -> tuple[FetchOrders, Sequence[Relay | None]]:
         relayed = self._relayed

@@ -311,6 +311,12 @@ class PackLayout:
         start = self.hot_slice.stop
         return slice(start + cold.start, start + cold.stop)
 
+    def cut(self, matrix: Tensor, splits: ExchangeSplits) -> Sequence[Tensor]:
+        """Cuts the cold rows of this rank in their matrix into exchanges; views."""
+        cold = self.in_matrix(slice(0, splits.num_rows))
+        _, *parts, _ = matrix.split([cold.start, *splits.sizes, len(matrix) - cold.stop])
+        return parts
+
 
 RouteLayout = tuple[list[PackLayout], list[list[Pooling]]]
 """The packs of one route, and the pooling by micro-batch and matrix."""

@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_picasso.exchange.header import ReceivedWords, RouteWords
-from torchrec_picasso.exchange.packed import Payload, by_chunk
+from torchrec_picasso.exchange.packed import Payload, with_all_chunks
 from torchrec_picasso.ops.bags import (
     BatchCut,
     LookupGroups,
@@ -223,7 +223,9 @@ class RowRouteRequest(RouteRequest):
         self._served_P = [ExchangeSplits(served_KW) for served_KW in served_PKW.tolist()]
         self._served_n = wanted_n.new_empty(int(served_PKW.sum()))
         served_P = by_pack(self._served_n, self._served_P)
-        payloads = by_chunk(wanted_n.split(nums)[1::2], self._wanted_P, served_P, self._served_P)
+        payloads = with_all_chunks(
+            wanted_n.split(nums)[1::2], self._wanted_P, served_P, self._served_P
+        )
         # those of this rank's part; words that a relay passes on follow
         self._touched_X = np.bitwise_or.reduce(bits_WX[: self.route.ranks.size])
         return payloads + self._touched_payloads(wanted_PKW.shape[-1], dtype)
@@ -271,7 +273,7 @@ class RowRouteRequest(RouteRequest):
         wanted_n, served_n = self._dirty_n.split([num_wanted, num_served])
         self.route.mark_among(self._served_here_n, before._served_here_n, served_n)
         sent_P, received_P = by_pack(served_n, self._served_P), by_pack(wanted_n, asked_P)
-        return by_chunk(sent_P, self._served_P, received_P, asked_P)
+        return with_all_chunks(sent_P, self._served_P, received_P, asked_P)
 
     def lookups_by_home(self) -> Tensor:
         """Counts this rank's lookups of cold rows by home rank, int64, ``(W,)``."""
@@ -370,6 +372,10 @@ class IncomingRows(IncomingRequests):
     row_numbers_by_fetch_n: Tensor
     """Home rows in fetch order."""
 
+    @cached_property
+    def _by_exchange(self) -> Sequence[Tensor]:
+        return self.row_numbers_by_fetch_n.split(self.served_by_fetch.sizes)
+
     @staticmethod
     def joined(batches: Sequence[IncomingRows]) -> IncomingRows:
         """Merges the requests of several batches for their update."""
@@ -381,7 +387,7 @@ class IncomingRows(IncomingRequests):
 
     def read(self, storage: RowStorage, exchange: int) -> Tensor:
         """Returns the rows of one exchange, by destination rank: float32, ``(n, D)``."""
-        return storage.gather(self.row_numbers_by_fetch_n[self.served_by_fetch.slice_of(exchange)])
+        return storage.gather(self._by_exchange[exchange])
 
     def update(self, storage: RowStorage, touched: TouchedHot, grads_mD: Tensor) -> None:
         """Updates every row once, and the touched hot rows."""
