@@ -42,7 +42,8 @@ def hot_cold_memory_bytes(tables: Iterable[HotColdTable], num_parts: int = 1) ->
     ``home`` and ``replica`` are rows with their state, ``optimizer`` the state of both, and
     ``buffers`` those of a step in ``num_parts`` micro-batches with lookahead: rows, output, and
     their gradients, those that a relay passes on included. ``lookahead`` are those of the buffers
-    that a step without lookahead does not have, a relay's not counted."""
+    that a step without lookahead does not have; a relay's stay, so that by host it is predicted up
+    to 18 % too high (docs/dev/log.md)."""
     home = replica = optimizer = buffers = lookahead = 0.0
     sizes_K = micro_batch_sizes(_SAMPLES, num_parts)
     matrices, lookup_bytes = _MATRICES[num_parts > 1], _LOOKUP_BYTES[num_parts > 1]
