@@ -104,7 +104,7 @@ def unique_rows(ids_N: Tensor) -> UniqueRows:
 
 def _runs(sorted_N: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the run of equal values of each entry, ``(N,)``, and the first entry of each run, and
-    N, ``(N + 1,)``, both int64: no entry begins the last runs. No host sync."""
+    N, ``(N + 1,)``, both int64; entries behind the last run are N. No host sync."""
     run_N = torch.zeros_like(sorted_N, dtype=torch.int64)
     torch.ne(sorted_N[1:], sorted_N[:-1], out=run_N[1:])
     run_N.cumsum_(0)
@@ -244,6 +244,7 @@ def locate_rows(
         is_used = torch.zeros(num_flags + 1, dtype=torch.uint8, device=ids_U.device)
         is_used.index_fill_(0, ranges.flag_R.index_select(0, range_U), 1)
         used_bits_X = bits_to_words(is_used[:num_flags])
+    # ranges by chunk: entry = range * K + chunk
     entry_U = range_U if chunk_U is None else torch.add(chunk_U, range_U, alpha=num_chunks)
     segment_U = ranges.segments(ids_U.device, num_chunks).index_select(0, entry_U)
     # Rows ascend within a segment because tables of one pack are side by side and ascend at each

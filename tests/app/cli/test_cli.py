@@ -72,7 +72,7 @@ def test_bad_arguments(argv: list[str], words: str, capsys: Capture) -> None:
         (["--steps", "9"], "--steps: expected at least 10, got 9"),
         (["--ranks", "1"], "--ranks: expected at least 2, which share a link, got 1"),
         (["--rate-mbit", "-1"], "--rate-mbit: expected 0 to 1,000,000, got -1"),
-        (["--dim", "10"], "ModelConfig: embedding_dim: expected a multiple of 4, got 10"),
+        (["--dim", "10"], "--dim: expected a multiple of 4, got 10"),
         (["--data", "EMPTY"], "EMPTY: the file is empty; expected Criteo samples"),
         (["--out", "EMPTY"], "--out EMPTY: cannot make this folder"),
     ],
@@ -136,6 +136,14 @@ def test_without_a_namespace_a_line_tells(
         ("calibrate -o no/c.json", "--out no/c.json: there is no folder no"),
         ("simulate --config c --link-mbit 0", "--link-mbit: expected more than 0, got 0"),
         ("train --config c --profile 0", "--profile: expected at least 1, got 0"),
+        ("demo --data no.parquet", "--data no.parquet: no such file"),
+        ("demo --seed -1", "--seed: expected at least 0, got -1"),
+        ("stats no.parquet --features f -o s", "FILES: no.parquet: no such file"),
+        ("plan --config c --curves no.json", "--curves no.json: no such file"),
+        ("simulate --config c --link-mbit 9 --stats no", "--stats no: no such file"),
+        ("convert --checkpoint no -o no.pt", "--checkpoint no: no such file"),
+        ("quality --config no.yaml", "--config no.yaml: no such file"),
+        ("calibrate -o .", "--out .: is a folder; name a file"),
     ],
 )
 def test_help_and_wrong_arguments_need_no_pytorch(line: str, words: str) -> None:

@@ -62,7 +62,8 @@ def _refusals(tmp_path: Path, capsys: Capture) -> None:
     assert "there is no folder" in refused(run, str(tmp_path / "none" / "new.pt"))
     begun = tmp_path / "begun"
     (begun / "step_00000002.tmp").mkdir(parents=True)
-    for nothing in (tmp_path / "none", whole, begun, begun / "step_00000002.tmp"):
+    assert refused(tmp_path / "none").endswith("/none: no such file")
+    for nothing in (whole, begun, begun / "step_00000002.tmp"):
         assert refused(nothing).startswith(f"{nothing}: no checkpoint in it; expected folders")
     newest = run / "step_00000004"
     next(iter(sorted(newest.glob("*.distcp")))).unlink()

@@ -9,6 +9,7 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 from torchrec_picasso.app.cli.outputs import check_outputs
@@ -59,23 +60,36 @@ def _more_than_zero(unit: str = "") -> Range:
     return Range(f"more than 0{unit}", lambda number: 0 < number < math.inf)
 
 
+def _multiple_of(divisor: int) -> Range:
+    return Range(f"a multiple of {divisor}", lambda number: number > 0 and number % divisor == 0)
+
+
 def _up_to(most: int, least: int = 0) -> Range:
     return Range(f"{least} to {most:,}", lambda number: least <= number <= most)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Checks numbers and the files to write; takes what it needs for it out of ``args``.
+    """Checks numbers and files; takes what it needs for it out of ``args``.
 
     Raises:
-        ConfigError: If a number is out of its range, or a file cannot be written.
+        ConfigError: If a number is out of its range, a file to read does not exist, or a file
+            cannot be written.
     """
+    for name in vars(args).pop("inputs"):
+        given = getattr(args, name)
+        for path in given if isinstance(given, list) else [given]:
+            if path is not None and not Path(path).exists():
+                raise ConfigError(f"{_flag_of(name)} {path}: no such file")
     check_outputs(args, *vars(args).pop("outputs"))
     for name, allowed in vars(args).pop("ranges").items():
         given = getattr(args, name)
         for number in given if isinstance(given, list) else [given]:
             if number is not None and not allowed.holds(number):
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag}: expected {allowed.words}, got {number:g}")
+                raise ConfigError(f"{_flag_of(name)}: expected {allowed.words}, got {number:g}")
+
+
+def _flag_of(name: str) -> str:
+    return "FILES:" if name == "files" else "--" + name.replace("_", "-")
 
 
 def _name_of(flag: str) -> str:
@@ -102,8 +116,10 @@ class _Command:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self._ranges: dict[str, Range] = {}
+        self._inputs: list[str] = []
         self._outputs: list[str] = []
-        self.parser.set_defaults(ranges=self._ranges, outputs=self._outputs)
+        named = {"ranges": self._ranges, "inputs": self._inputs, "outputs": self._outputs}
+        self.parser.set_defaults(**named)
 
     def text(self, flag: str, metavar: str, help: str, default: str | None = None) -> None:
         self.parser.add_argument(flag, metavar=metavar, default=default, help=help)
@@ -112,6 +128,9 @@ class _Command:
         self.parser.add_argument("-o", "--out", required=True, metavar="FILE", help=help)
         self._outputs.append("out")
 
+    def reads(self, *names: str) -> None:
+        self._inputs += names
+
     def file(self, flag: str, help: str) -> None:
         self.text(flag, "FILE", help)
         self._outputs.append(_name_of(flag))
@@ -119,9 +138,7 @@ class _Command:
     def config(self, help: str = "YAML configuration") -> None:
         self.parser.add_argument("--config", required=True, metavar="FILE", help=help)
 
-    def integer(
-        self, flag: str, allowed: Range | None, help: str, default: int | None = None
-    ) -> None:
+    def integer(self, flag: str, allowed: Range, help: str, default: int | None = None) -> None:
         self.parser.add_argument(flag, type=int, metavar="N", default=default, help=help)
         self.limit(flag, allowed)
 
@@ -138,9 +155,8 @@ class _Command:
         self.parser.add_argument(flag, type=float, metavar=metavar, default=default, help=help)
         self.limit(flag, allowed)
 
-    def limit(self, flag: str, allowed: Range | None) -> None:
-        if allowed is not None:
-            self._ranges[_name_of(flag)] = allowed
+    def limit(self, flag: str, allowed: Range) -> None:
+        self._ranges[_name_of(flag)] = allowed
 
 
 def _demo(subcommands: _Subcommands) -> None:
@@ -179,14 +195,14 @@ def _demo(subcommands: _Subcommands) -> None:
     command.integer(
         "--ranks", _at_least(2, ", which share a link"), "processes on this machine (default: 2)", 2
     )
-    command.integer("--seed", None, "seed of weights and generated samples (default: 0)", 0)
+    command.integer("--seed", _at_least(0), "seed of weights and generated samples (default: 0)", 0)
     command.integer(
         "--batch-size",
         _at_least(1),
         "samples per rank and step (default: 4096 for a dlrm, 128 for an hstu, 512 for others)",
     )
     command.integer(
-        "--dim", _at_least(4), "columns of every table (default: 64, or 16 with histories)"
+        "--dim", _multiple_of(4), "columns of every table (default: 64, or 16 with histories)"
     )
     command.integer(
         "--hot-rows",
@@ -202,6 +218,7 @@ def _demo(subcommands: _Subcommands) -> None:
         1000.0,
     )
     command.text("--out", "DIR", "folder of the results (default: demo_out)", "demo_out")
+    command.reads("data")
 
 
 def _doctor(subcommands: _Subcommands) -> None:
@@ -277,6 +294,7 @@ def _stats(subcommands: _Subcommands) -> None:
         1 << 20,
     )
     command.file("--plot", "draw coverage curves, such as stats.png")
+    command.reads("files")
 
 
 def _calibrate(subcommands: _Subcommands) -> None:
@@ -386,6 +404,7 @@ def _plan(subcommands: _Subcommands) -> None:
     )
     command.file("--json", "write everything as JSON")
     command.file("--plot", "draw the plans that were priced")
+    command.reads("stats", "curves")
 
 
 def _simulate(subcommands: _Subcommands) -> None:
@@ -443,6 +462,7 @@ def _simulate(subcommands: _Subcommands) -> None:
     )
     command.file("--json", "write everything as JSON")
     command.file("--plot", "draw steps and bytes over ranks")
+    command.reads("stats", "curves")
 
 
 def _train(subcommands: _Subcommands) -> None:
@@ -508,6 +528,7 @@ def _convert(subcommands: _Subcommands) -> None:
         help="a checkpoint, or a run's folder, whose newest complete checkpoint is read",
     )
     command.out("file to write")
+    command.reads("checkpoint")
 
 
 def _quality(subcommands: _Subcommands) -> None:
@@ -534,6 +555,7 @@ def _quality(subcommands: _Subcommands) -> None:
         "--only", nargs="+", metavar="NAME", help="some of them (default: all)"
     )
     command.integer(
-        "--seed", None, "seed of weights and generated samples (default: as configured)"
+        "--seed", _at_least(0), "seed of weights and generated samples (default: as configured)"
     )
     command.file("--json", "results to write")
+    command.reads("config")

@@ -24,7 +24,7 @@ def check_outputs(args: argparse.Namespace, *names: str) -> None:
         *names: Arguments that name a file; ``plot`` and ``profile_out`` are pictures.
 
     Raises:
-        ConfigError: If a folder does not exist, or matplotlib cannot write the format.
+        ConfigError: If a folder does not exist, the file is one, or matplotlib cannot write it.
     """
     for name in names:
         path, flag = getattr(args, name), f"--{name.replace('_', '-')}"
@@ -35,6 +35,8 @@ def check_outputs(args: argparse.Namespace, *names: str) -> None:
             raise ConfigError(
                 f"{flag} {path}: there is no folder {folder}; make it or name another"
             )
+        if Path(path).is_dir():
+            raise ConfigError(f"{flag} {path}: is a folder; name a file")
         if name in _PICTURES:
             figure, _ = new_picture()
             formats = figure.canvas.get_supported_filetypes()
