@@ -64,7 +64,7 @@ def _up_to(most: int, least: int = 0) -> Range:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Checks numbers and the files to write; takes what it needs for it out of ``args``.
+    """Checks numbers and the files to write by ``ranges`` and ``outputs``, removed from ``args``.
 
     Raises:
         ConfigError: If a number is out of its range, or a file cannot be written.
@@ -75,7 +75,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         for number in given if isinstance(given, list) else [given]:
             if number is not None and not allowed.holds(number):
                 flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag}: expected {allowed.words}, got {number:g}")
+                raise ConfigError(f"{flag}: expected {allowed.words}, got {number:.10g}")
 
 
 def _name_of(flag: str) -> str:
