@@ -18,7 +18,7 @@ If the answer to a message that is just being posted woke it up, the training th
 connection's lock, and the gloo thread retries the lock until its time slice is over. With a lower
 priority it waits until the training thread blocks or has used its own slice.
 
-Shape letters: n elements sent, m received, W ranks.
+Shape letters: n entries of dim 0 sent, m received, W ranks.
 """
 
 from __future__ import annotations

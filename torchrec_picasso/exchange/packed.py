@@ -1,12 +1,13 @@
 """One collective for all packs: all-to-all of row numbers, rows, gradients; sum of hot gradients.
 
-Callers keep one matrix per pack, or one vector of row numbers per pack and chunk, grouped by rank.
-The wire requires the opposite nesting: one buffer, grouped by rank and then by matrix. With one
-matrix both layouts are the same memory and nothing is copied. With several, segments are joined
-before the exchange and split after it, one pass over the exchanged elements each.
+Callers keep one matrix per pack, grouped by rank, or one vector of row numbers per pack, grouped by
+chunk and rank. The wire requires the opposite nesting: one buffer, grouped by rank, then by matrix
+and chunk. With one matrix of one chunk both layouts are the same memory and nothing is copied.
+Otherwise segments are joined before the exchange and split after it, one pass over the exchanged
+elements each.
 
-Shape letters: D dim; n rows sent, m received; h hot rows of this rank, t of any rank; P packs, or
-(pack, chunk) pairs; W ranks; X words.
+Shape letters: D dim; n rows sent, m received; h hot rows of this rank, t of any rank; P packs; W
+ranks, in a payload of several chunks ranks by chunk; X words.
 
 Source: TorchRec ``distributed/comm_ops.py`` (sequence all-to-all, its codecs); PICASSO's Shuffle.
 """

@@ -49,7 +49,7 @@ def summarize(decision: Decision) -> dict[str, Any]:
     busiest rank over the mean, of stock ``row_wise`` (lookups times dim, with statistics only),
     ``table_wise`` and ``column_wise`` (outputs) too. ``stock_ranks``: lookups served, bytes sent,
     stored and held at the peak of a step by each rank, if all tables had one of these types; it
-    receives about as many. Memory is that of tables and their buffers.
+    receives about as many bytes as it sends. Memory is that of tables and their buffers.
     """
     step, homes, curves = decision.step, decision.homes, decision.curves
     num_hot_cold, memory = sum(map(bool, decision.forms)), _memory(decision)
@@ -146,7 +146,7 @@ def _ranks(decision: Decision, memory: Mapping[str, float]) -> list[dict[str, fl
 def _stock_memory(decision: Decision) -> float:
     """Predicts the mean memory of a rank for stock tables, those of each type by themselves."""
     found = 0.0
-    for kind in filter(None, set(decision.stock_types)):
+    for kind in filter(None, dict.fromkeys(decision.stock_types)):
         pairs = zip(decision.works, decision.stock_types)
         loads = [work.load for work, own_kind in pairs if own_kind == kind]
         if kind == "data_parallel":

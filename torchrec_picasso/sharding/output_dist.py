@@ -143,8 +143,9 @@ class LaterByKey(LazyGetItemMixin[str, Tensor], Later):
 
 
 def awaitable_of(output: Any) -> LazyAwaitable[Any]:
-    """Returns an output as a sharded module does: an item of a KeyedTensor is no tensor then, which
-    a model may ask for, and ``torch.autograd.Function`` does."""
+    """Returns an output that waits, as a sharded module does. An item of a KeyedTensor is no tensor
+    then: a model that asks for its type, as ``torch.autograd.Function`` does, sees what it sees
+    without micro-batches."""
     if isinstance(output, LazyAwaitable):
         return output
     return (LaterByKey if isinstance(output, KeyedTensor) else Later)(lambda: output)

@@ -128,7 +128,7 @@ def test_without_a_namespace_a_line_tells(
         ("plan --help", "usage: torchrec-picasso"),
         ("train --confg x", "usage: torchrec-picasso"),
         ("plan --config no.yaml", "cannot read the configuration"),
-        ("demo --ranks 0", "--ranks: expected at least 2"),
+        ("demo --ranks -1234567", "expected at least 2, which share a link, got -1234567"),
         ("demo --batch-size -3", "--batch-size: expected at least 1, got -3"),
         ("demo --hot-rows -1", "--hot-rows: expected at least 0, got -1"),
         ("doctor --ranks 1", "--ranks: expected at least 2"),
@@ -144,11 +144,16 @@ def test_without_a_namespace_a_line_tells(
         ("convert --checkpoint no -o no.pt", "--checkpoint no: no such file"),
         ("quality --config no.yaml", "--config no.yaml: no such file"),
         ("calibrate -o .", "--out .: is a folder; name a file"),
+        ("stats --features a -o s --plot p.png", "the package matplotlib is not installed"),
     ],
 )
 def test_help_and_wrong_arguments_need_no_pytorch(line: str, words: str) -> None:
     code = (
         "import sys; from torchrec_picasso.app.cli.main import main\n"
+        "class NoMatplotlib:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'matplotlib': raise ModuleNotFoundError(name=name)\n"
+        "sys.meta_path.insert(0, NoMatplotlib())\n"
         f"try: main({line.split()})\n"
         "finally: assert not {'torch', 'torchrec', 'pandas'} & sys.modules.keys()"
     )

@@ -69,7 +69,7 @@ def _up_to(most: int, least: int = 0) -> Range:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Checks numbers and files; takes what it needs for it out of ``args``.
+    """Checks numbers and files by ``ranges``, ``inputs`` and ``outputs``, removed from ``args``.
 
     Raises:
         ConfigError: If a number is out of its range, a file to read does not exist, or a file
@@ -85,7 +85,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         given = getattr(args, name)
         for number in given if isinstance(given, list) else [given]:
             if number is not None and not allowed.holds(number):
-                raise ConfigError(f"{_flag_of(name)}: expected {allowed.words}, got {number:g}")
+                raise ConfigError(f"{_flag_of(name)}: expected {allowed.words}, got {number:.10g}")
 
 
 def _flag_of(name: str) -> str:

@@ -63,13 +63,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         return import_module(f"torchrec_picasso.app.cli.{args.command}").run(args) or 0
     except ModuleNotFoundError as error:
-        if error.name not in _PACKAGES:
-            raise
-        return _say(
-            f"the package {_PACKAGES[error.name]} is not installed; "
-            "pip install 'torchrec_picasso[app]' has all packages of the command line",
-            EXIT_BAD_INPUT,
-        )
+        return _say(_why_not_found(error), EXIT_BAD_INPUT)
     except PeerError as error:
         return _say(str(error), EXIT_FAILED)
     except PicassoError as error:
@@ -90,9 +84,19 @@ def _why_unusable(args: argparse.Namespace) -> str | None:
             import_module("torchrec_picasso.app.config").load_config(args.config)
     except ConfigError as error:
         return str(error)
-    except ModuleNotFoundError:  # the command says which
-        pass
+    except ModuleNotFoundError as error:
+        return _why_not_found(error)
     return None
+
+
+def _why_not_found(error: ModuleNotFoundError) -> str:
+    """Names the package of the command line that is missing; raises the error of another one."""
+    if error.name not in _PACKAGES:
+        raise error
+    return (
+        f"the package {_PACKAGES[error.name]} is not installed; "
+        "pip install 'torchrec_picasso[app]' has all packages of the command line"
+    )
 
 
 def _why_incomplete() -> str | None:
