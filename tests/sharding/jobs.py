@@ -274,7 +274,7 @@ def way_of(where: str | int | None, owner: int) -> Any:
     """How TorchRec places a table; ``owner`` is the rank of one that is placed table-wise."""
     if where == "data_parallel":
         return data_parallel()
-    form = FORMS.get(where if isinstance(where, str) else "rows")
+    form = FORMS.get("rows" if isinstance(where, int) else str(where))
     sharding_type = where if form is None else form.sharding_type
     return row_wise() if sharding_type == "row_wise" else table_wise(rank=owner)
 
