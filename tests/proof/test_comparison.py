@@ -116,14 +116,6 @@ def test_state_is_compared_through_weak_references() -> None:
     assert difference_of_states(state_of(model), state_of(other), FLOAT32) is not None
 
 
-def test_a_compiled_layer_has_the_state_of_the_layer() -> None:
-    layer = torch.compile(nn.BatchNorm1d(4), backend="eager")
-    model, other = copy.deepcopy(layer), copy.deepcopy(layer)  # each with code of its own
-    assert difference_of_states(state_of(model), state_of(other), FLOAT32) is None
-    other.running_mean += 1
-    assert difference_of_states(state_of(model), state_of(other), FLOAT32) is not None
-
-
 @pytest.mark.parametrize("name", list(LEFT_ALONE))
 def test_the_mean_of_a_random_layer_is_its_input(name: str) -> None:
     with StillRandomness() as still:

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
@@ -179,8 +178,6 @@ def state_of(model: nn.Module) -> State:
     """Returns the state in the dense part of a model; an attribute must allow pickling."""
     found = {}
     for path, module in dense_modules(model):
-        if isinstance(module, OptimizedModule):
-            continue  # its code, new in each copy; the module that it compiles is its child
         buffer = io.BytesIO()
         writer = _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
         writer.fast = True  # no memo: equal values are equal bytes, shared or not
