@@ -19,6 +19,11 @@ _LEAST_RADIX = 1 << 15
 """torch sorts at least so many integers by radix, fewer by comparison."""
 _RADIX_KEYS = {2**8 - 1: torch.uint8, 2**15 - 1: torch.int16}
 """Numbers of keys, and types that hold the keys and their number."""
+_NUMPY_TYPES: dict[torch.dtype, type[np.generic]] = {
+    torch.uint8: np.uint8,
+    torch.int16: np.int16,
+    torch.int64: np.int64,
+}
 _WORD_BITS = 63
 _KEY_BITS = {torch.uint8: 8, torch.int16: 15, torch.int32: 31}
 
@@ -40,14 +45,16 @@ def small_keys(keys_n: Tensor, num_keys: int) -> Tensor:
     """Converts integers ``0 .. num_keys - 1`` to the type that is sorted fastest."""
     # numpy sorts 8-bit and 16-bit integers by radix, wider ones by comparison; a GPU makes a pass
     # over the keys for each of their bytes.
-    dtypes = (dtype for limit, dtype in _RADIX_KEYS.items() if num_keys <= limit)
-    return keys_n.to(next(dtypes, keys_n.dtype))
+    return keys_n.to(_radix_type(num_keys, keys_n.dtype))
 
 
 def key_type(num_keys: int) -> type[np.generic]:
     """The type of numpy to which :func:`small_keys` converts, int64 for many keys."""
-    types: dict[int, type[np.generic]] = {2**8 - 1: np.uint8, 2**15 - 1: np.int16}
-    return next((type_ for limit, type_ in types.items() if num_keys <= limit), np.int64)
+    return _NUMPY_TYPES[_radix_type(num_keys, torch.int64)]
+
+
+def _radix_type(num_keys: int, otherwise: torch.dtype) -> torch.dtype:
+    return next((dtype for most, dtype in _RADIX_KEYS.items() if num_keys <= most), otherwise)
 
 
 def stable_order(keys_n: Tensor, num_keys: int) -> Tensor:

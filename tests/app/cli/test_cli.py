@@ -74,7 +74,7 @@ def test_bad_arguments(argv: list[str], words: str, capsys: Capture) -> None:
         (["--rate-mbit", "-1"], "--rate-mbit: expected 0 to 1,000,000, got -1"),
         (["--dim", "10"], "--dim: expected a multiple of 4, got 10"),
         (["--data", "EMPTY"], "EMPTY: the file is empty; expected Criteo samples"),
-        (["--out", "EMPTY"], "--out EMPTY: cannot make this folder"),
+        (["--out", "EMPTY"], "--out EMPTY: is a file; name a folder"),
     ],
 )
 def test_demo_bad_input(options: list[str], expected: str, tmp_path: Path, capsys: Capture) -> None:
@@ -144,6 +144,7 @@ def test_without_a_namespace_a_line_tells(
         ("convert --checkpoint no -o no.pt", "--checkpoint no: no such file"),
         ("quality --config no.yaml", "--config no.yaml: no such file"),
         ("calibrate -o .", "--out .: is a folder; name a file"),
+        ("demo --out setup.py", "--out setup.py: is a file; name a folder"),
         ("stats --features a -o s --plot p.png", "the package matplotlib is not installed"),
     ],
 )

@@ -69,17 +69,21 @@ def _up_to(most: int, least: int = 0) -> Range:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Checks numbers and files by ``ranges``, ``inputs`` and ``outputs``, removed from ``args``.
+    """Checks numbers and files by ``ranges``, ``inputs``, ``folders`` and ``outputs``, and removes
+    these from ``args``.
 
     Raises:
-        ConfigError: If a number is out of its range, a file to read does not exist, or a file
-            cannot be written.
+        ConfigError: If a number is out of its range, a file to read does not exist, a folder is a
+            file, or a file cannot be written.
     """
     for name in vars(args).pop("inputs"):
         given = getattr(args, name)
         for path in given if isinstance(given, list) else [given]:
             if path is not None and not Path(path).exists():
                 raise ConfigError(f"{_flag_of(name)} {path}: no such file")
+    for name in vars(args).pop("folders"):
+        if Path(getattr(args, name)).is_file():
+            raise ConfigError(f"{_flag_of(name)} {getattr(args, name)}: is a file; name a folder")
     check_outputs(args, *vars(args).pop("outputs"))
     for name, allowed in vars(args).pop("ranges").items():
         given = getattr(args, name)
@@ -118,8 +122,9 @@ class _Command:
         self._ranges: dict[str, Range] = {}
         self._inputs: list[str] = []
         self._outputs: list[str] = []
-        named = {"ranges": self._ranges, "inputs": self._inputs, "outputs": self._outputs}
-        self.parser.set_defaults(**named)
+        self._folders: list[str] = []
+        files = {"inputs": self._inputs, "folders": self._folders, "outputs": self._outputs}
+        self.parser.set_defaults(ranges=self._ranges, **files)
 
     def text(self, flag: str, metavar: str, help: str, default: str | None = None) -> None:
         self.parser.add_argument(flag, metavar=metavar, default=default, help=help)
@@ -130,6 +135,10 @@ class _Command:
 
     def reads(self, *names: str) -> None:
         self._inputs += names
+
+    def folder(self, flag: str, help: str, default: str) -> None:
+        self.text(flag, "DIR", help, default)
+        self._folders.append(_name_of(flag))
 
     def file(self, flag: str, help: str) -> None:
         self.text(flag, "FILE", help)
@@ -217,7 +226,7 @@ def _demo(subcommands: _Subcommands) -> None:
         "and tc; 0 = only on the loopback (default: 1000)",
         1000.0,
     )
-    command.text("--out", "DIR", "folder of the results (default: demo_out)", "demo_out")
+    command.folder("--out", "folder of the results (default: demo_out)", "demo_out")
     command.reads("data")
 
 

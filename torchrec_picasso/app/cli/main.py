@@ -76,8 +76,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _why_unusable(args: argparse.Namespace) -> str | None:
-    """Returns what is wrong with numbers, with files to write or with a training configuration,
-    before PyTorch is imported."""
+    """Returns what is wrong with numbers, files or a training configuration, before PyTorch is
+    imported."""
     try:
         check_arguments(args)
         if args.command != "quality" and getattr(args, "config", None) is not None:
