@@ -96,13 +96,17 @@ def test_a_run_that_ends_before_its_choice_says_so() -> None:
     )  # with lookahead and without; batches are too small to cut
 
 
+LONGEST_TRIAL = 30
+"""More steps than a trial of two settings takes, the two near each other: 9 + 5 + 11."""
+
+
 def go_on_with_a_choice(rank: int, world_size: int, folder: str) -> tuple[str, str]:
-    kept = CheckpointConfig(folder=folder, every_steps=14)
+    kept = CheckpointConfig(folder=folder, every_steps=LONGEST_TRIAL)
     automatic = PipelineConfig()
-    _train(rank, world_size, automatic, steps=14, checkpoint=kept)
-    again = _train(rank, world_size, automatic, resume=True, steps=16, checkpoint=kept)
+    _train(rank, world_size, automatic, steps=LONGEST_TRIAL, checkpoint=kept)
+    again = _train(rank, world_size, automatic, resume=True, steps=32, checkpoint=kept)
     larger = dataclasses.replace(CONFIG.data, batch_size=32)
-    other = {"steps": 18, "checkpoint": kept, "data": larger}
+    other = {"steps": 34, "checkpoint": kept, "data": larger}
     return again[1], _train(rank, world_size, automatic, resume=True, **other)[1]
 
 
@@ -111,7 +115,7 @@ def test_a_resumed_run_tries_no_settings_unless_its_batches_are_of_another_size(
 ) -> None:
     job = (go_on_with_a_choice, 2, str(tmp_path / "run"))
     again, other = run_ranks(*job, timeout_s=TIMEOUT_S)[0]
-    assert "step 15: pipeline\n" in again
+    assert f"step {LONGEST_TRIAL + 1}: pipeline\n" in again
     assert "lookahead, as an earlier run chose\n" in again
     assert "; trying 2 settings\n" in other
 
