@@ -263,14 +263,16 @@ def _cut_jagged(
     return parts
 
 
-def _gather_segments(values_N: Tensor | None, segments_FK: list[int], num_parts: int) -> list[Any]:
+def _gather_segments(
+    values_N: Tensor | None, segments_FK: list[int], num_micro_batches: int
+) -> list[Any]:
     """Joins segments k, K + k, 2 K + k, ... to micro-batch k; views if there is one feature."""
     if values_N is None:
-        return [None] * num_parts
-    if len(segments_FK) == num_parts:
+        return [None] * num_micro_batches
+    if len(segments_FK) == num_micro_batches:
         return _views(values_N, segments_FK)
     views_FK = values_N.split(segments_FK)
-    by_part = [view for k in range(num_parts) for view in views_FK[k::num_parts]]
-    nums = [sum(segments_FK[k::num_parts]) for k in range(num_parts)]
+    by_part = [view for k in range(num_micro_batches) for view in views_FK[k::num_micro_batches]]
+    nums = [sum(segments_FK[k::num_micro_batches]) for k in range(num_micro_batches)]
     # nobody else has the joined values; of ``split`` autograd would refuse writes into a part
     return list(torch.cat(by_part).unsafe_split_with_sizes(nums))

@@ -31,13 +31,13 @@ class RouteWords:
 
     sent: Sequence[Tensor]
     """Words to each rank, shape ``(W, X_i)``, in pieces whose shapes are equal on all ranks."""
-    kept: Sequence[Tensor] = ()
+    host_numbers: Sequence[Tensor] = ()
     """Numbers, shape ``(n,)``, that are copied to this rank's host and not sent."""
 
 
 ReceivedWords = tuple[list[np.ndarray], list[np.ndarray]]
 """The words of one route on the host, in the pieces of :class:`RouteWords`: those of each rank,
-``(W, X_i)``, and the kept numbers. By host, words that this rank relays follow: ``(2 W, X_i)``."""
+``(W, X_i)``, and its host numbers. By host, words that this rank relays follow: ``(2 W, X_i)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,19 +100,19 @@ class HeaderExchange:
     def wait(self) -> Header:
         """Finishes the exchange and copies the header to the host (one sync on CUDA)."""
         self._work.wait()
-        kept = [numbers for route in self.routes for numbers in route.kept]
+        own_numbers = [each for route in self.routes for each in route.host_numbers]
         # One concatenation, so that a single copy syncs the host.
-        host = torch.cat([*kept, self._received.view(-1)]).cpu().numpy()
-        # In this order: the kept numbers, then of each rank its own words and its routes'.
-        *numbers, words = _cut(host, [part.numel() for part in kept])
+        host = torch.cat([*own_numbers, self._received.view(-1)]).cpu().numpy()
+        # In this order: these numbers, then of each rank its own words and its routes'.
+        *numbers, words = _cut(host, [part.numel() for part in own_numbers])
         widths = [NUM_OWN_WORDS, *(piece.size(1) for piece in self._pieces)]
         own, *pieces, _ = _cut(words.reshape(self._received.shape), widths)
         # words that this rank only relays follow those for it
         outside_ids_W, bad_weights_W, states_W = own[: len(self.sent_WX)].T.tolist()
-        sent, kept_by_route = iter(pieces), iter(numbers)
+        sent, by_route = iter(pieces), iter(numbers)
         return Header(
             routes=[
-                ([*islice(sent, len(route.sent))], [*islice(kept_by_route, len(route.kept))])
+                ([*islice(sent, len(route.sent))], [*islice(by_route, len(route.host_numbers))])
                 for route in self.routes
             ],
             outside_ids_W=outside_ids_W,

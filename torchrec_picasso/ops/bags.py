@@ -244,10 +244,10 @@ def group_by_micro_batch(
     # entry more than rows, so that the last edge (= N) is a valid index. Groups of a micro-batch
     # and matrix: number of starts between neighbouring edges.
     num_segments = [[len(bags_J) for bags_J in row] for row in cut.segments_MK]
-    first, num_parts = _edges(num_segments), cut.num_micro_batches
+    first, num_micro_batches = _edges(num_segments), cut.num_micro_batches
     # From counts by matrix and micro-batch to counts by micro-batch and matrix.
     if row_N.device.type == "cpu":
-        lookups_MK = np.diff(edges_J1.numpy()[first]).reshape(-1, num_parts)
+        lookups_MK = np.diff(edges_J1.numpy()[first]).reshape(-1, num_micro_batches)
         edges = np.cumsum([0, *lookups_MK.T.flat])
         sorted_n, is_start_n1 = row_N.numpy(), np.ones(row_N.numel() + 1, bool)
         np.not_equal(sorted_n[1:], sorted_n[:-1], out=is_start_n1[1:-1])
@@ -256,7 +256,7 @@ def group_by_micro_batch(
         counts = np.diff(np.searchsorted(starts, edges))
         return LookupGroups(lookups_N, row_N, torch.from_numpy(starts), torch.from_numpy(counts))
     edges_MK = edges_J1.index_select(0, _on_device(row_N.device, tuple(first)))
-    lookups_KM = torch.diff(edges_MK).view(-1, num_parts).t().reshape(-1)
+    lookups_KM = torch.diff(edges_MK).view(-1, num_micro_batches).t().reshape(-1)
     edges_KM = torch.ops.fbgemm.asynchronous_complete_cumsum(lookups_KM)
     count_N1 = first_of_runs(row_N).index_fill_(0, edges_KM, True).cumsum(0)
     counting_N1 = counting(row_N.device, count_N1.numel())

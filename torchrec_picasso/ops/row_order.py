@@ -312,7 +312,7 @@ class FetchOrders:
     """Position in request order of each wanted row in fetch order, over all packs, int64."""
     served_P: Sequence[ExchangeSplits]
     served_order_n: Tensor | None
-    kept: np.ndarray | None
+    host_numbers: np.ndarray | None
     """The numbers that :meth:`find` copied to the host, int64."""
 
     @staticmethod
@@ -320,13 +320,13 @@ class FetchOrders:
         wanted_P: Sequence[ExchangeSplits],
         served_P: Sequence[ExchangeSplits],
         dirty_n: Tensor | None,
-        kept: Tensor | None,
+        host_numbers: Tensor | None,
     ) -> FetchOrders:
         """Computes the orders of wanted and of served rows from those of requests.
 
         ``dirty_n`` marks wanted rows, then served ones, uint8, 0 or 1; ``None`` = all are dirty.
         Costs one stable sort of small integers and a host sync on CUDA, in which the int64 numbers
-        ``kept`` come to the host too.
+        ``host_numbers`` come to the host too.
         """
         counts = [rows.counts_EW for rows in (*wanted_P, *served_P)]
         num_packs = len(wanted_P)
@@ -334,8 +334,9 @@ class FetchOrders:
         if dirty_n is not None:
             segment_n, shape = _fetch_segments(np.array(counts), dirty_n)
             order_n, found = sort_by_segment(segment_n, math.prod(shape))
-            if kept is not None:  # one copy syncs the host
-                found, kept = torch.cat([found, kept]).cpu().split([found.numel(), kept.numel()])
+            if host_numbers is not None:  # one copy syncs the host
+                both = torch.cat([found, host_numbers]).cpu()
+                found, host_numbers = both.tensor_split([found.numel()])
             by_fetch = [ExchangeSplits(each) for each in found.view(shape).tolist()]
             # Wanted rows are the first of the order, so served rows count from their number.
             num_wanted = sum(rows.num_rows for rows in wanted_P)
@@ -347,7 +348,7 @@ class FetchOrders:
             wanted_order_n=wanted_order_n,
             served_P=by_fetch[num_packs:],
             served_order_n=served_order_n,
-            kept=None if kept is None else kept.cpu().numpy(),
+            host_numbers=None if host_numbers is None else host_numbers.cpu().numpy(),
         )
 
 

@@ -105,17 +105,17 @@ class PooledRoute(Route):
         """Splits the lookups of a batch by pack and home rank; takes nothing prepared."""
         values_N, weights_N = features.values(), features.weights_or_none()
         sizes = [size for size in sizes_K if size is not None]
-        num_packs, num_ranks, num_parts = self.space.num_packs, self.ranks.size, len(sizes)
+        num_packs, num_ranks, num_micro_batches = self.space.num_packs, self.ranks.size, len(sizes)
         # First lookup of each (feature, micro-batch), and N: the host does not know them.
         edges = segment_edges(features.offsets(), sizes * len(self.home_F))
         # Row of the table plus the table's first row in the home rank's storage, shape (N,).
-        ends_F = edges[num_parts::num_parts].contiguous()
+        ends_F = edges[num_micro_batches::num_micro_batches].contiguous()
         rows_N, outside_ids = shift_rows(values_N, ends_F, self.rows_F2, torch.int64)
         # Lookups by pack, home rank and micro-batch: this rank needs all, each home its own.
-        lookups_FK = torch.diff(edges).to(torch.int64).view(-1, num_parts)
-        lookups = lookups_FK.new_zeros(num_packs * num_ranks, num_parts)
+        lookups_FK = torch.diff(edges).to(torch.int64).view(-1, num_micro_batches)
+        lookups = lookups_FK.new_zeros(num_packs * num_ranks, num_micro_batches)
         lookups_AWK = lookups.index_add_(0, self.home_F, lookups_FK).view(
-            num_packs, num_ranks, num_parts
+            num_packs, num_ranks, num_micro_batches
         )
         samples_K = torch.tensor(sizes).to(values_N.device, non_blocking=True)
         return _Request(
@@ -125,7 +125,7 @@ class PooledRoute(Route):
                     samples_K.expand(num_ranks, -1),
                     lookups_AWK.transpose(0, 1).reshape(num_ranks, -1),
                 ],
-                kept=[lookups_AWK.view(-1)],
+                host_numbers=[lookups_AWK.view(-1)],
             ),
             outside_ids=outside_ids,
             route=self,
@@ -156,11 +156,11 @@ class _Request(RouteRequest):
     def row_number_payloads(self, words: ReceivedWords, dtype: torch.dtype) -> list[Payload]:
         (samples_WK, lookups_WX), (own_n,) = words
         self._samples_WK = tuple(map(tuple, samples_WK.tolist()))
-        num_ranks, num_parts = samples_WK.shape
-        lookups_WAK = lookups_WX.reshape(num_ranks, -1, num_parts)
+        num_ranks, num_micro_batches = samples_WK.shape
+        lookups_WAK = lookups_WX.reshape(num_ranks, -1, num_micro_batches)
         self._incoming_AK = lookups_WAK.sum(0).tolist()
         incoming_AW = lookups_WAK.sum(2).T.tolist()
-        lookups_AW = own_n.reshape(-1, num_ranks, num_parts).sum(2)
+        lookups_AW = own_n.reshape(-1, num_ranks, num_micro_batches).sum(2)
         lookups_A = lookups_AW.sum(1).tolist()
         rows_A, weights_A = self.rows_N.split(lookups_A), None
         if self.weights_N is not None:
@@ -192,7 +192,7 @@ class _Request(RouteRequest):
 
     def lookups_by_home(self) -> Tensor:
         """Counts this rank's lookups by home rank, int64, ``(W,)``."""
-        (lookups_AWK,) = self.words.kept
+        (lookups_AWK,) = self.words.host_numbers
         num_ranks = self.route.ranks.size
         return lookups_AWK.view(-1, num_ranks, len(self.sizes_K)).sum((0, 2))
 

@@ -142,15 +142,18 @@ class RowRoute(Route):
         counts_WX = self.by_rank(located.counts_PQ[:, 1:].reshape(-1, self.space.world_size).t())
         # Numbers that the host needs come with the header, which it waits for in any case.
         bits_X = located.used_bits_X
-        kept = [located.counts_PQ.reshape(-1), edges_J1, bits_X]
-        size, is_whole = self.ranks.size, self.row_ranges.num_parts == 1
-        bits_WX = bits_X.expand(size, -1) if is_whole else bits_X.view(size, -1)  # all, or a part
+        host_numbers = [located.counts_PQ.reshape(-1), edges_J1, bits_X]
+        size = self.ranks.size
+        if self.row_ranges.num_parts == 1:
+            bits_WX = bits_X.expand(size, -1)  # each rank gets all
+        else:
+            bits_WX = bits_X.view(size, -1)  # a part each
         if groups is not None:
-            kept.append(groups.counts)
+            host_numbers.append(groups.counts)
         if num_lookups and edges_J1.device.type != "cpu":
-            kept.append(rows.counts.max().view(1))  # for sums in pieces, on an accelerator
+            host_numbers.append(rows.counts.max().view(1))  # for sums in pieces, on an accelerator
         return self._request(
-            words=RouteWords([counts_WX, bits_WX], kept),
+            words=RouteWords([counts_WX, bits_WX], host_numbers),
             outside_ids=ids.outside_ids,
             is_prepared=prepared is not None,
             route=self,
@@ -337,7 +340,7 @@ class RowRouteRequest(RouteRequest):
     ) -> tuple[list[PackLayout], list[int]]:
         """Builds the layout of each pack, and counts the rows of each matrix."""
         homes_P = [storage.hot_homes for storage in self.route.storages]
-        touched_X = self._touched_X if orders.kept is None else orders.kept
+        touched_X = self._touched_X if orders.host_numbers is None else orders.host_numbers
         touched_P = self.route.hot.by_pack(touched_X)
         hot_P = HotHomes.find_own(homes_P, touched_P, self._used_P)
         incoming_P = self._incoming_rows(orders)

@@ -48,8 +48,8 @@ class RepairedFeatures(KeyedJaggedTensor):
         values. Ids of a floating type become 0.
         """
         values_N, weights_N, given_S = given.values(), given.weights_or_none(), given.lengths()
-        is_whole = not values_N.is_floating_point()
-        if not is_whole:
+        are_integers = not values_N.is_floating_point()
+        if not are_integers:
             values_N = torch.zeros_like(values_N, dtype=torch.int64)
         num_bags, counts = sum(given.stride_per_key()), {values_N.numel()}
         if weights_N is not None:
@@ -68,7 +68,7 @@ class RepairedFeatures(KeyedJaggedTensor):
         mended: RepairedFeatures = made_like(given, RepairedFeatures, offsets=offsets_S1, **own)
         shapes_fit = lengths_S is given_S and counts == {num_lookups}
         mended.given = given
-        mended.is_bad = (mended_S != given_S).any() if shapes_fit and is_whole else True
+        mended.is_bad = (mended_S != given_S).any() if shapes_fit and are_integers else True
         return mended
 
 
