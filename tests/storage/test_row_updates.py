@@ -24,9 +24,15 @@ ROWS, NUM_HOT, STEPS = 300, 20, 6
 SETTINGS = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.3, "eps": 1e-3}
 
 
-def _tables(dim: int, num_hot: int, by_fbgemm: bool, settings: Any = SETTINGS) -> RowTables:
+def _tables(
+    dim: int,
+    num_hot: int,
+    by_fbgemm: bool,
+    settings: Any = SETTINGS,
+    data_type: DataType = DataType.FP32,
+) -> RowTables:
     config = config_of((ROWS,), dim=dim)
-    config.data_type, config.fused_params = DataType.FP32, dict(settings)
+    config.data_type, config.fused_params = data_type, dict(settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_updates, "is_intel", lambda: True)
         if by_fbgemm:
@@ -82,6 +88,29 @@ def test_bags_are_updated_as_by_fbgemm(dim: int, weighted: bool) -> None:
     ours, its = (_train_bags(_tables(dim, 0, each), dim, weighted) for each in (False, True))
     torch.testing.assert_close(ours, its, rtol=2e-6, atol=2e-6)
     assert int(ours[-1]) == STEPS + 1
+
+
+@pytest.mark.parametrize("data_type", [DataType.FP32, DataType.FP16])
+@pytest.mark.parametrize("optimizer", row_updates._KERNELS, ids=lambda which: which.name)
+def test_a_kernel_alone_leaves_the_bits_of_the_tbes_backward(
+    optimizer: EmbOptimType, data_type: DataType
+) -> None:
+    settings = {**SETTINGS, "optimizer": optimizer, "stochastic_rounding": False}
+    left: list[list[list[Tensor]]] = []
+    for is_alone in (True, False):
+        rows, bags, weighted = (
+            _tables(12, num_hot, True, settings, data_type) for num_hot in (NUM_HOT, 0, 0)
+        )
+        for tables in (rows, bags, weighted):
+            assert tables._kernel is not None
+            if not is_alone:
+                tables._kernel = None
+            tables.tbe.update_hyper_parameters({"eps": 0.5})
+        left.append(
+            [_train_rows(rows, 12), _train_bags(bags, 12, False), _train_bags(weighted, 12, True)]
+        )
+    for ours, its in zip(*left):
+        assert all(map(torch.equal, ours, its))
 
 
 @pytest.mark.parametrize(

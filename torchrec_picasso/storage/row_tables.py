@@ -1,12 +1,12 @@
 """One pack's rows on one rank, in a single fused TBE: weights, optimizer state, one update.
 
 Updates that ``row_updates.py`` supports on the CPU run there, on the TBE's tensors; all other
-updates are the TBE's own.
+updates are the TBE's own, on the CPU by a call of its kernel.
 
 Home rows and replicas share the TBE, hence also its optimizer, learning rate and step count. The
 TBE's own update is one call for both, that of ``row_updates.py`` two calls of one step. For the TBE
-every row is a bag with one lookup: on the CPU its forward and backward then take 10 ms for 23,000
-rows of D=128, where the unpooled kernel takes 88 ms.
+every row is a bag with one lookup: on the CPU 23,000 rows of D=128 then take 10 ms, where the
+unpooled kernel takes 88.
 
     one table:    | homes | replicas |
     two tables:   | homes |            | replicas |
@@ -45,7 +45,13 @@ from torchrec_picasso._torchrec import (
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.ops.segment_reduction import sum_by_row
 from torchrec_picasso.storage.exactness import why_no_memory
-from torchrec_picasso.storage.row_updates import ONLY_HERE, UpdateStep, new_states, row_update
+from torchrec_picasso.storage.row_updates import (
+    ONLY_HERE,
+    UpdateKernel,
+    UpdateStep,
+    new_states,
+    row_update,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +157,10 @@ class RowTables(nn.Module):
             table_names=[name, f"{name}, replicas"][: len(layout.tables)],
             **arguments,
         )
+        self._kernel: UpdateKernel | None = None
+        if self._row_update is None:
+            on_host = layout.homes == EmbeddingLocation.HOST
+            self._kernel = UpdateKernel.find(self.tbe, arguments, is_on_host=on_host)
         self.weights = HomesAndReplicas.from_tables(self.tbe.split_embedding_weights(), layout)
         # get_optimizer_state returns one dict per table, and an empty list for plain SGD.
         states_by_table: list[dict[str, Tensor]] = self.tbe.get_optimizer_state()
@@ -231,25 +241,28 @@ class RowTables(nn.Module):
         grads_mD: Tensor,
         bags: tuple[Tensor, Tensor | None] | None,
     ) -> None:
-        """Updates by the fused TBE, which applies its optimizer in backward. It sums gradients of
-        repeated rows itself."""
+        """Updates by the fused TBE, whose backward applies its optimizer, or by that kernel alone.
+        Both sum gradients of repeated rows."""
         if not len(grads_mD):
             # one empty bag per table: the step counts, as in stock TorchRec
             self.tbe(slots_t, slots_t.new_zeros(1 + len(self.layout.tables)))
             return
+        indices = rows_n.to(torch.int64)
         if bags is not None:
-            indices, (offsets, weights) = rows_n, bags
+            offsets, weights = bags
         else:
             weights = None
             num_hot, in_two = slots_t.numel(), self.layout.in_two_tables
             num_home = len(grads_mD) - num_hot
-            indices = rows_n.to(torch.int64)
             if num_hot:
                 # In one table the replicas follow the home rows.
                 slots_t = slots_t if in_two else slots_t + self.layout.num_home_rows
                 indices = torch.cat([indices, slots_t])
             offsets = self._two_offsets(num_home, num_hot) if in_two else self._up_to(len(indices))
             grads_mD = _side_by_side(grads_mD, num_home) if in_two else grads_mD
+        if self._kernel is not None:
+            self._kernel(indices, offsets, weights, grads_mD)
+            return
         with torch.enable_grad():
             pooled = self.tbe(indices, offsets, per_sample_weights=weights)
             torch.autograd.backward(pooled, grads_mD)
