@@ -1,11 +1,13 @@
-"""Time of a row's update on one core: FBGEMM's row-wise Adagrad against this package's.
+"""Time of a row's update on one core: FBGEMM's row-wise Adagrad against torch's operators.
 
     python -m benchmarks.row_update
     python -m benchmarks.row_update --dims 16 64 --json benchmarks/results/row_update.json
 
-Both update the same tables in the host's memory. *Rows* are what a home gets from two ranks, the
-distinct rows of each; *bags* are lookups with one gradient for each bag. Ids follow Zipf's law and
-lie scattered over the table. CPU time of the process, variants in turns, medians.
+All update the same tables in the host's memory: FBGEMM's *TBE* looks rows up and updates them in
+backward, its *kernel* does so alone, and *torch* are the operators of this package. *Rows* are what
+a home gets from two ranks, the distinct rows of each; *bags* are lookups with one gradient for each
+bag. Ids follow Zipf's law and lie scattered over the table. CPU time of the process, variants in
+turns, medians.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec_picasso._torchrec import EmbOptimType
 from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.storage.row_tables import RowTables, choose_memory
-from torchrec_picasso.storage.row_updates import row_wise_adagrad
+from torchrec_picasso.storage.row_updates import UpdateKernel, row_wise_adagrad
 
 _CPU = torch.device("cpu")
 _ROWS, _EXPONENT = 1_000_000, 0.9
 _LOOKUPS_OF_A_RANK, _BAGS = 50_000, 40_000
+_WAYS = ("tbe", "kernel", "torch")
 
 
 def _tables(dim: int) -> RowTables:
@@ -84,7 +87,8 @@ def _in_turns(variants: Sequence[Callable[[], object]], times: int) -> list[floa
 def measure(dim: int, times: int) -> dict[str, Any]:
     """Nanoseconds a row and a lookup."""
     tables, lookups_N = _tables(dim), _lookups(0)
-    tbe = tables.tbe
+    tbe, kernel = tables.tbe, UpdateKernel.find(tables.tbe, {}, is_on_host=True)
+    assert kernel is not None
     rows_n = torch.cat([rows.unique() for rows in lookups_N.split(_LOOKUPS_OF_A_RANK)])
     grads_nD, grads_SD = torch.randn(len(rows_n), dim), torch.randn(_BAGS, dim)
     no_slots = torch.empty(0, dtype=torch.int64)
@@ -93,6 +97,7 @@ def measure(dim: int, times: int) -> dict[str, Any]:
     rows_s = _in_turns(
         [
             lambda: torch.autograd.backward(tbe(rows_n, each_n1), grads_nD),
+            lambda: kernel(rows_n, each_n1, None, grads_nD),
             lambda: tables.update(rows_n, no_slots, grads_nD),
         ],
         times,
@@ -100,6 +105,7 @@ def measure(dim: int, times: int) -> dict[str, Any]:
     bags_s = _in_turns(
         [
             lambda: torch.autograd.backward(tbe(lookups_N, offsets_S1), grads_SD),
+            lambda: kernel(lookups_N, offsets_S1, None, grads_SD),
             lambda: tables.update(lookups_N, no_slots, grads_SD, (offsets_S1, None)),
         ],
         times,
@@ -108,11 +114,9 @@ def measure(dim: int, times: int) -> dict[str, Any]:
         "dim": dim,
         "rows": len(rows_n),
         "distinct_rows": len(rows_n.unique()),
-        "fbgemm_ns_per_row": rows_s[0] / len(rows_n) * 1e9,
-        "ours_ns_per_row": rows_s[1] / len(rows_n) * 1e9,
+        **{f"{way}_ns_per_row": 1e9 * s / len(rows_n) for way, s in zip(_WAYS, rows_s)},
         "lookups": len(lookups_N),
-        "fbgemm_ns_per_lookup": bags_s[0] / len(lookups_N) * 1e9,
-        "ours_ns_per_lookup": bags_s[1] / len(lookups_N) * 1e9,
+        **{f"{way}_ns_per_lookup": 1e9 * s / len(lookups_N) for way, s in zip(_WAYS, bags_s)},
     }
 
 
@@ -124,16 +128,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="also write the figures there")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print("ns per     row: FBGEMM      ours      lookup of a bag: FBGEMM      ours")
+    print("ns per   row: TBE    kernel     torch      lookup of a bag: TBE    kernel     torch")
     found = []
     for dim in args.dims:
         taken = measure(dim, args.times)
         found.append(taken)
-        print(
-            f"D={dim:<8}{taken['fbgemm_ns_per_row']:>11.0f}{taken['ours_ns_per_row']:>10.0f}"
-            f"{taken['fbgemm_ns_per_lookup']:>29.0f}{taken['ours_ns_per_lookup']:>10.0f}",
-            flush=True,
+        rows, lookups = (
+            "".join(f"{taken[f'{way}_ns_per_{each}']:>10.0f}" for way in _WAYS)
+            for each in ("row", "lookup")
         )
+        print(f"D={dim:<7}{rows}{lookups:>46}", flush=True)
     if args.json:
         write_result({"row_update": found}, args.json)
     return 0

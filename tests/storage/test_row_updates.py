@@ -34,7 +34,7 @@ def _tables(
     config = config_of((ROWS,), dim=dim)
     config.data_type, config.fused_params = data_type, dict(settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_updates, "is_intel", lambda: True)
+        patch.setattr(row_updates, "torch_is_faster", lambda: True)
         if by_fbgemm:
             patch.setattr(row_tables, "row_update", lambda *_, **__: None)
         tables = RowTables(config, choose_memory(config, CPU, num_hot), CPU)
@@ -264,11 +264,21 @@ def test_any_other_update_is_fbgemms(
     assert row_update(SETTINGS, **where) is row_wise_adagrad
 
 
-@pytest.mark.parametrize(("is_intel", "expected"), [(True, row_wise_adagrad), (False, None)])
+@pytest.mark.parametrize(
+    ("is_intel", "vectors", "expected"),
+    [
+        (True, "AVX512", row_wise_adagrad),
+        (False, "AVX512", None),
+        (False, "AVX2", row_wise_adagrad),
+    ],
+)
 def test_the_processor_decides_where_no_row_has_replicas(
-    is_intel: bool, expected: Any, monkeypatch: pytest.MonkeyPatch
+    is_intel: bool, vectors: str, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_updates, "is_intel", lambda: is_intel)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
+    uncached = row_updates.torch_is_faster.__wrapped__
+    monkeypatch.setattr(row_updates, "torch_is_faster", uncached)
     where = {"data_type": DataType.FP32, "is_on_host": True}
     assert row_update(SETTINGS, has_replicas=False, **where) is expected
     assert row_update(SETTINGS, has_replicas=True, **where) is row_wise_adagrad

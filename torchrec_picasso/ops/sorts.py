@@ -34,8 +34,7 @@ def is_intel() -> bool:
 
     There numpy sorts with AVX-512: a million int32 with their positions take 30 to 55 ms by
     ``torch.sort`` and 16 ms as 64-bit words by numpy on one core of a 2.5 GHz Xeon, on one of an
-    EPYC 12 and 50 ms. And FBGEMM's row-wise Adagrad mixes SSE with AVX instructions, which stalls;
-    on AMD's it is faster, or as fast from D=128 on (docs/decisions/cpu_updates.md).
+    EPYC 12 and 50 ms.
     """
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.is_file() and "GenuineIntel" in cpuinfo.read_text()
