@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import DataType
@@ -68,7 +69,7 @@ class UpdateStep:
             number=int(tbe.iter_cpu),
             learning_rate=tbe.get_learning_rate(),
             **{
-                name: float(torch.tensor(getattr(args, name), dtype=torch.float32))
+                name: float(np.float32(getattr(args, name)))
                 for name in ("eps", "beta1", "beta2", "weight_decay")
             },
         )
