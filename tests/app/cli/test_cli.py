@@ -148,6 +148,7 @@ def test_without_a_namespace_a_line_tells(
         ("stats --features a -o s --plot p.png", "the package matplotlib is not installed"),
         ("stats --features a -o s", "--features: needs FILES, at least one Parquet file"),
         ("stats setup.py --features a --hash -o s", "--hash: needs --rows, which ids are taken"),
+        ("plan --config c --memory-gib 1e300", "more than 0 and at most 1e+18, got 1e+300"),
         ("plan --config c --hot-rows 5", "--hot-rows: needs --stats, which say what rows"),
         ("simulate --config c --link-mbit 9 --hot-rows 5", "--hot-rows: needs --stats"),
         ("train --config c --rank-order o.json", "o.json: ranks on one machine have no order of"),

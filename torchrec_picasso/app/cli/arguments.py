@@ -6,7 +6,6 @@ This file imports neither PyTorch nor TorchRec, so ``--help`` and wrong argument
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from torchrec_picasso.app.zoo.kinds import DLRM, model_kinds
 from torchrec_picasso.errors import ConfigError
 
 _Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_LARGEST = 10**18  # bytes and seeds stay finite integers
 
 
 def make_parser(version: str) -> argparse.ArgumentParser:
@@ -54,11 +54,11 @@ class Range:
 
 
 def _at_least(least: float, words: str = "") -> Range:
-    return Range(f"at least {least:g}{words}", lambda number: least <= number < math.inf)
+    return Range(f"at least {least:g}{words}", lambda number: least <= number <= _LARGEST)
 
 
 def _more_than_zero(unit: str = "") -> Range:
-    return Range(f"more than 0{unit}", lambda number: 0 < number < math.inf)
+    return Range(f"more than 0{unit}", lambda number: 0 < number <= _LARGEST)
 
 
 def _multiple_of(divisor: int) -> Range:
@@ -91,7 +91,9 @@ def check_arguments(args: argparse.Namespace) -> None:
         given = getattr(args, name)
         for number in given if isinstance(given, list) else [given]:
             if number is not None and not allowed.holds(number):
-                raise ConfigError(f"{_flag_of(name)}: expected {allowed.words}, got {number:.10g}")
+                most = f" and at most {_LARGEST:g}" if number > _LARGEST else ""
+                found = f"{allowed.words}{most}, got {number:.10g}"
+                raise ConfigError(f"{_flag_of(name)}: expected {found}")
     for name, (other, words) in vars(args).pop("needs").items():
         if getattr(args, name) and not getattr(args, other):
             raise ConfigError(f"{_flag_of(name)}: needs {words}")
