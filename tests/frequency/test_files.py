@@ -283,7 +283,7 @@ def test_writing_into_no_folder(tmp_path: Path) -> None:
 def refused_statistics(path: Path) -> str:
     message = refusal(InputError, FrequencyStats.from_parquet, path)
     assert message.startswith(f"{path} does not contain frequency statistics (")
-    assert message.endswith("write it with FrequencyStats.to_parquet")
+    assert message.endswith("write it with `torchrec-picasso stats` or FrequencyStats.to_parquet")
     return message
 
 

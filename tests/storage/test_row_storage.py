@@ -252,7 +252,7 @@ def test_a_use_counts_half_a_half_life_later() -> None:
     for _ in range(2):  # settled once or twice, they are the same
         uses.rescale()
         assert uses.homes_n.tolist() == pytest.approx([1.75, 0, 0.875, 0])
-        assert uses.replicas_h.tolist() == pytest.approx([0, 0.875])
+        assert uses.replicas_H.tolist() == pytest.approx([0, 0.875])
     uses.count(torch.tensor([3], dtype=torch.int32), torch.tensor([], dtype=torch.int64))
     uses.decay(0.5)
     uses.rescale()

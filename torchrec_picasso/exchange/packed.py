@@ -161,7 +161,8 @@ class HotReduction:
     Args:
         start_sum: Starts summing a vector over all ranks, in place.
         grads_P: Gradients of the hot rows that this rank touched, ``(h_p, D_p)``.
-        positions_P: Position of each of these rows among the rows that any rank touched.
+        positions_P: Position of each of these rows among those that any rank touched, int64,
+            ``(h_p,)``.
         outputs_P: Contiguous tensors for the sums, ``(t_p, D_p)``; the shapes, and afterwards the
             values, are equal on all ranks.
     """

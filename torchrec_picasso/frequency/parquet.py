@@ -101,7 +101,8 @@ def read_tables(path: str | os.PathLike[str]) -> tuple[dict[str, TableCounts], i
     except _DAMAGE as error:
         raise InputError(
             f"{path} does not contain frequency statistics ({type(error).__name__}: "
-            f"{first_line(error)[:200]}); write it with FrequencyStats.to_parquet"
+            f"{first_line(error)[:200]}); write it with `torchrec-picasso stats` or "
+            "FrequencyStats.to_parquet"
         ) from error
     return tables, num_batches, num_samples
 

@@ -99,8 +99,9 @@ def reorder_bags(
 ) -> tuple[Tensor, Bags]:
     """Puts lookups, given in KeyedJaggedTensor order, in bag order; returns their ids too.
 
-    ``order_S`` is a result of :func:`bag_order`. ``source_N`` is the position of each lookup, as
-    per-sample weights require; it is reordered as well. ``offsets_S1`` as :func:`move_segments`.
+    ``order_S`` is a result of :func:`bag_order` or :func:`incoming_bag_order`. ``source_N`` is the
+    position of each lookup, int64, as per-sample weights require; it is reordered as well.
+    ``offsets_S1`` as :func:`move_segments`.
     """
     given = [ids_N] if source_N is None else [ids_N, source_N]
     moved_S1, (ids_N, *source) = move_segments(order_S, lengths_S, given, offsets_S1)

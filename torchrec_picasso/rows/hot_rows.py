@@ -114,7 +114,7 @@ class CountedRoute:
             slot_n, is_hot_n = route.hot.find(ids_n)
             if route.ranks.rank == 0:  # counts of slots are summed over ranks
                 slots_h = slot_n[is_hot_n] - route.hot.start_P1[table.pack]
-                uses.replicas_h[slots_h] = uses_n[is_hot_n]
+                uses.replicas_H[slots_h] = uses_n[is_hot_n]
             block_c, row_c = route.space.find_blocks(ids_n[~is_hot_n])
             is_here_c = route.space.block_rank_TW[block_c] == route.ranks.rank
             uses.homes_n[row_c[is_here_c]] = uses_n[~is_hot_n][is_here_c]
@@ -122,7 +122,7 @@ class CountedRoute:
     def _gather_uses(self, most_P: Sequence[int]) -> list[PackUses]:
         """Collects counts from all ranks. Collective: one all-reduce, one all-gather. ``most_P`` is
         the largest number of candidates of a rank for each pack."""
-        sums = torch.cat([uses.replicas_h for uses in self.uses_P])
+        sums = torch.cat([uses.replicas_H for uses in self.uses_P])
         wait_for(self.route.ranks.start_sum(sums))
         # (2, C) of this rank for each pack, side by side: one gather for all packs of the module
         each_pack = zip(self._packs, self.uses_P, most_P)
@@ -177,9 +177,9 @@ class CountedRoute:
             # counts of slots are summed over ranks: only the home rank sets an entering row's
             own_row_H = homes_P[pack].own_row_H
             from_home_H = (old_slot_H < 0) & (own_row_H >= 0)
-            moved_H = uses.replicas_h[old_slot_H.clamp(min=0)].masked_fill_(old_slot_H < 0, 0.0)
+            moved_H = uses.replicas_H[old_slot_H.clamp(min=0)].masked_fill_(old_slot_H < 0, 0.0)
             moved_H[from_home_H] = uses.homes_n[own_row_H[from_home_H]]
-            uses.replicas_h = moved_H
+            uses.replicas_H = moved_H
             uses.homes_n[own_row_H[from_home_H]] = 0.0
 
     def _by_table(self, ids_n: Tensor) -> Iterator[tuple[PackedTable, slice, Tensor]]:

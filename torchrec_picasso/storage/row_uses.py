@@ -23,10 +23,10 @@ class RowUses:
 
     def __init__(self, num_home_rows: int, num_hot_rows: int, device: torch.device) -> None:
         self.homes_n = torch.zeros(num_home_rows, dtype=torch.float32, device=device)
-        """Accesses of cold home rows by all ranks, 0 for hot rows. Only after :meth:`rescale` the
-        latest access has weight 1."""
-        self.replicas_h = torch.zeros(num_hot_rows, dtype=torch.float32, device=device)
-        """Accesses of replicas by this rank, with the same weights."""
+        """Accesses of the n home rows by all ranks, float32, 0 for hot rows. Only after
+        :meth:`rescale` the latest access has weight 1."""
+        self.replicas_H = torch.zeros(num_hot_rows, dtype=torch.float32, device=device)
+        """Accesses of the H replicas by this rank, float32, with the same weights."""
         self._one = torch.ones(1, dtype=torch.float32, device=device)
         self._weight = 1.0
         self.num_cold = 0
@@ -35,10 +35,10 @@ class RowUses:
         """Accesses of replicas by this rank since :meth:`begin_window`."""
 
     def count(self, rows_n: Tensor, slots_h: Tensor) -> None:
-        """Counts the accesses of a batch. Home rows are those that ranks requested, at most once
-        per rank; hot slots those that this rank's batch uses."""
+        """Counts the accesses of a batch. Home rows, integers, are those that ranks requested, at
+        most once per rank; hot slots, int64, those that this rank's batch uses."""
         # Every entry adds the current weight; several ranks may request the same row.
-        for counts, indices in ((self.homes_n, rows_n), (self.replicas_h, slots_h)):
+        for counts, indices in ((self.homes_n, rows_n), (self.replicas_H, slots_h)):
             counts.index_add_(0, indices, self._one.expand(len(indices)), alpha=self._weight)
         self.num_cold += rows_n.numel()
         self.num_hot += slots_h.numel()
@@ -56,5 +56,5 @@ class RowUses:
     def rescale(self) -> None:
         """Rescales the counts so that the latest access has weight 1."""
         self.homes_n /= self._weight
-        self.replicas_h /= self._weight
+        self.replicas_H /= self._weight
         self._weight = 1.0

@@ -6,17 +6,18 @@ This file imports neither PyTorch nor TorchRec, so ``--help`` and wrong argument
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from torchrec_picasso.app.cli.outputs import check_outputs
+from torchrec_picasso.app.launch.torchrun import under_torchrun
 from torchrec_picasso.app.zoo.kinds import DLRM, model_kinds
 from torchrec_picasso.errors import ConfigError
 
 _Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_LARGEST = 10**18  # bytes and seeds stay finite integers
 
 
 def make_parser(version: str) -> argparse.ArgumentParser:
@@ -53,11 +54,11 @@ class Range:
 
 
 def _at_least(least: float, words: str = "") -> Range:
-    return Range(f"at least {least:g}{words}", lambda number: least <= number < math.inf)
+    return Range(f"at least {least:g}{words}", lambda number: least <= number <= _LARGEST)
 
 
 def _more_than_zero(unit: str = "") -> Range:
-    return Range(f"more than 0{unit}", lambda number: 0 < number < math.inf)
+    return Range(f"more than 0{unit}", lambda number: 0 < number <= _LARGEST)
 
 
 def _multiple_of(divisor: int) -> Range:
@@ -69,12 +70,13 @@ def _up_to(most: int, least: int = 0) -> Range:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Checks numbers and files by ``ranges``, ``inputs``, ``folders`` and ``outputs``, and removes
-    these from ``args``.
+    """Checks numbers, files and options that need others by ``ranges``, ``inputs``, ``folders``,
+    ``outputs`` and ``needs``, and removes these from ``args``.
 
     Raises:
         ConfigError: If a number is out of its range, a file to read does not exist, a folder is a
-            file, or a file cannot be written.
+            file, a file cannot be written, an option lacks one that it needs, or a command needs
+            torchrun.
     """
     for name in vars(args).pop("inputs"):
         given = getattr(args, name)
@@ -89,7 +91,21 @@ def check_arguments(args: argparse.Namespace) -> None:
         given = getattr(args, name)
         for number in given if isinstance(given, list) else [given]:
             if number is not None and not allowed.holds(number):
-                raise ConfigError(f"{_flag_of(name)}: expected {allowed.words}, got {number:.10g}")
+                most = f" and at most {_LARGEST:g}" if number > _LARGEST else ""
+                found = f"{allowed.words}{most}, got {number:.10g}"
+                raise ConfigError(f"{_flag_of(name)}: expected {found}")
+    for name, (other, words) in vars(args).pop("needs").items():
+        if getattr(args, name) and not getattr(args, other):
+            raise ConfigError(f"{_flag_of(name)}: needs {words}")
+    if under_torchrun():
+        return
+    if args.command == "order":
+        raise ConfigError("order: one machine has no order of hosts; start with torchrun on all")
+    if getattr(args, "rank_order", None) is not None:
+        raise ConfigError(
+            f"--rank-order {args.rank_order}: ranks on one machine have no order of hosts; start "
+            "with torchrun on several hosts"
+        )
 
 
 def _flag_of(name: str) -> str:
@@ -123,8 +139,9 @@ class _Command:
         self._inputs: list[str] = []
         self._outputs: list[str] = []
         self._folders: list[str] = []
+        self._needs: dict[str, tuple[str, str]] = {}
         files = {"inputs": self._inputs, "folders": self._folders, "outputs": self._outputs}
-        self.parser.set_defaults(ranges=self._ranges, **files)
+        self.parser.set_defaults(ranges=self._ranges, needs=self._needs, **files)
 
     def text(self, flag: str, metavar: str, help: str, default: str | None = None) -> None:
         self.parser.add_argument(flag, metavar=metavar, default=default, help=help)
@@ -166,6 +183,9 @@ class _Command:
 
     def limit(self, flag: str, allowed: Range) -> None:
         self._ranges[_name_of(flag)] = allowed
+
+    def needs(self, name: str, other: str, words: str) -> None:
+        self._needs[name] = other, words
 
 
 def _demo(subcommands: _Subcommands) -> None:
@@ -304,6 +324,9 @@ def _stats(subcommands: _Subcommands) -> None:
     )
     command.file("--plot", "draw coverage curves, such as stats.png")
     command.reads("files")
+    command.needs("features", "files", "FILES, at least one Parquet file")
+    command.needs("rows", "features", "--features; --config has the rows of its tables")
+    command.needs("hash", "rows", "--rows, which ids are taken modulo of")
 
 
 def _calibrate(subcommands: _Subcommands) -> None:
@@ -414,6 +437,7 @@ def _plan(subcommands: _Subcommands) -> None:
     command.file("--json", "write everything as JSON")
     command.file("--plot", "draw the plans that were priced")
     command.reads("stats", "curves")
+    command.needs("hot_rows", "stats", "--stats, which say what rows are frequent")
 
 
 def _simulate(subcommands: _Subcommands) -> None:
@@ -472,6 +496,7 @@ def _simulate(subcommands: _Subcommands) -> None:
     command.file("--json", "write everything as JSON")
     command.file("--plot", "draw steps and bytes over ranks")
     command.reads("stats", "curves")
+    command.needs("hot_rows", "stats", "--stats, which say what rows are frequent")
 
 
 def _train(subcommands: _Subcommands) -> None:
@@ -515,6 +540,7 @@ def _train(subcommands: _Subcommands) -> None:
         "--profile-out",
         "picture of --profile (default: CHECKPOINT_FOLDER.timeline.svg, or timeline.svg)",
     )
+    command.needs("profile_out", "profile", "--profile N, the steps to draw")
 
 
 def _convert(subcommands: _Subcommands) -> None:

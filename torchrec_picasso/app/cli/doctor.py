@@ -32,10 +32,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"torchrec-picasso: error: {problem}", file=sys.stderr)
         return 1
     print("packages: torch, FBGEMM and TorchRec load together")
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    print(
-        f"machine: {facts['num_cpus']} CPUs ({facts['cpu']}); {args.ranks} ranks x {threads} thread"
-    )
+    num_threads = os.environ.get("OMP_NUM_THREADS", "1")
+    threads = f"{num_threads} thread" + "s" * (num_threads != "1")
+    print(f"machine: {facts['num_cpus']} CPUs ({facts['cpu']}); {args.ranks} ranks x {threads}")
     _measure_and_plan(args.ranks)
     return 0
 

@@ -20,22 +20,6 @@ from torchrec_picasso.errors import ConfigError
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def spawns_ranks(args: argparse.Namespace) -> bool:
-    """Whether the command starts its ranks itself, on this machine.
-
-    Raises:
-        ConfigError: If it does, and ``--rank-order`` is given.
-    """
-    if under_torchrun():
-        return False
-    if args.rank_order is not None:
-        raise ConfigError(
-            f"--rank-order {args.rank_order}: ranks on one machine have no order of hosts; start "
-            "with torchrun on several hosts"
-        )
-    return True
-
-
 def join_torchrun(timeout_s: float, rank_order: str | None) -> torch.device:
     """Initialises the default process group of torchrun's ranks; returns this rank's device.
 
@@ -88,10 +72,10 @@ def run_on_ranks(
         Rank 0's result; ``None`` on the other ranks of torchrun.
 
     Raises:
-        ConfigError: If ``--rank-order`` or torchrun's variables cannot be used.
+        ConfigError: If torchrun's variables or ``--rank-order`` cannot be used.
         RankError: If a spawned rank fails.
     """
-    if spawns_ranks(args):
+    if not under_torchrun():
         return run_ranks(fn, args.ranks, *fn_args, timeout_s=timeout_s)[0]
     join_torchrun(timeout_s, args.rank_order)
     try:

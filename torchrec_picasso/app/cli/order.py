@@ -9,11 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchrec_picasso.app.cli.launcher import run_on_ranks, spawns_ranks
+from torchrec_picasso.app.cli.launcher import run_on_ranks
 from torchrec_picasso.app.cli.outputs import print_table, write_result
 from torchrec_picasso.app.launch.host_ring import HostRing, measure_hosts
 from torchrec_picasso.app.launch.rank_order import describe_rank, host_places
-from torchrec_picasso.errors import ConfigError
 
 _TIMEOUT_S = 300.0  # of one exchange
 _SUM_BYTES = 10_000_000
@@ -21,8 +20,6 @@ _SUM_BYTES = 10_000_000
 
 def run(args: argparse.Namespace) -> None:
     """Runs the subcommand; raises PicassoError for unusable input."""
-    if spawns_ranks(args):
-        raise ConfigError("order: one machine has no order of hosts; start with torchrun on all")
     num_bytes = max(1, int(args.mib * (1 << 20)))
     found = run_on_ranks(measure_on_rank, args, num_bytes, timeout_s=_TIMEOUT_S)
     if found is None:  # another rank writes

@@ -36,7 +36,6 @@ _MOST_LABELS = 12
 
 def run(args: argparse.Namespace) -> None:
     """Runs the subcommand; raises PicassoError for unusable input."""
-    _check_arguments(args)
     config = load_config(args.config) if args.config else None
     if config is not None and args.files:
         config = replace(config, data=replace(config.data, path=args.files[0]))
@@ -59,16 +58,6 @@ def run(args: argparse.Namespace) -> None:
     if args.plot:
         _draw_coverage(stats, Path(args.plot))
     print("wrote " + " and ".join(filter(None, (args.out, args.plot))))
-
-
-def _check_arguments(args: argparse.Namespace) -> None:
-    """Checks the arguments before the counting, which may take hours."""
-    if args.config and (args.rows or args.hash):
-        raise ConfigError("--rows and --hash: the tables and ids are those of --config; leave out")
-    if args.features and not args.files:
-        raise ConfigError("FILES: expected at least one Parquet file, got none")
-    if args.hash and not args.rows:
-        raise ConfigError("--hash: expected --rows, which ids are taken modulo of; add --rows")
 
 
 def _tables_of(args: argparse.Namespace) -> list[ModelTable]:

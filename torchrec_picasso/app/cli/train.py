@@ -9,27 +9,28 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchrec_picasso.app.checkpoints.folder import has_checkpoint
-from torchrec_picasso.app.cli.launcher import join_torchrun, spawns_ranks
+from torchrec_picasso.app.cli.launcher import join_torchrun
 from torchrec_picasso.app.config import TrainConfig, load_config
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.app.runs.profiling import ProfileRequest, check_profile
+from torchrec_picasso.app.launch.torchrun import under_torchrun
+from torchrec_picasso.app.runs.profiling import check_profile
 from torchrec_picasso.app.runs.train import check_checkpoint_folder, train_on_rank
 from torchrec_picasso.app.runs.watching import check_watch
 from torchrec_picasso.app.zoo.registry import check_run
-from torchrec_picasso.errors import ConfigError
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the subcommand; raises PicassoError for unusable input."""
     config = load_config(args.config)
-    spawns = spawns_ranks(args)
-    world_size = config.ranks if spawns else int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1")) if under_torchrun() else config.ranks
     check_run(config, world_size)
     resume = _resumes(config, args.resume)
     check_checkpoint_folder(config, resume)
     check_watch(config.watch)
-    profile = _profile(config, args)
-    if spawns:
+    profile = None
+    if args.profile is not None:
+        profile = check_profile(config, args.profile, args.profile_out)
+    if not under_torchrun():
         job = (config, resume, None, profile)
         run_ranks(train_on_rank, world_size, *job, timeout_s=config.timeout_s)
         return
@@ -49,11 +50,3 @@ def _resumes(config: TrainConfig, option: str | None) -> bool:
     if option == "auto" or (option is None and is_restart):
         return config.checkpoint.folder is None or has_checkpoint(config.checkpoint.folder)
     return option is not None
-
-
-def _profile(config: TrainConfig, args: argparse.Namespace) -> ProfileRequest | None:
-    if args.profile is not None:
-        return check_profile(config, args.profile, args.profile_out)
-    if args.profile_out is not None:
-        raise ConfigError(f"--profile-out {args.profile_out}: needs --profile N, the steps to draw")
-    return None
