@@ -140,5 +140,21 @@ class OfPairs(nn.Linear):
         return ((out - batch.y) ** 2).mean(), Pair(out, batch.y)
 
 
+class Fields(dict[str, Tensor]):
+    pass
+
+
+class OfFields(OfPairs):
+    def forward(self, batch: Fields) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        loss, (out, _) = super().forward(Pair(batch["x"], batch["y"]))
+        return loss, out
+
+
+def test_batches_may_be_of_a_class_that_was_never_copied() -> None:
+    batch = Fields(x=torch.ones(8, 3), y=torch.ones(8))
+    assert "__slotnames__" not in vars(Fields)  # Python adds it to the class at the first copy
+    assert prove(OfFields(3, 1), batch, []).reason is None
+
+
 def test_batches_and_outputs_may_be_named_tuples() -> None:
     assert prove(OfPairs(3, 1), Pair(torch.ones(8, 3), torch.ones(8)), []).reason is None

@@ -263,6 +263,14 @@ _IN_LOSS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "kept output": (_keeps, "head.last"),
     "caught": (_catches, "over the batch"),
     "data": (lambda head, out, batch: out.mean() * out.detach().numpy().max(), "reads data"),
+    "place in memory": (
+        lambda head, out, batch: out.mean() * (1 + batch.labels.storage_offset()),
+        "a part of another one",
+    ),
+    "view": (
+        lambda head, out, batch: out.mean() * (1 if batch.labels._base is None else 2),
+        "a part of another one",
+    ),
     "gradient": (
         lambda head, out, batch: out.mean() * (1 if head.over.weight.grad is None else 2),
         ".grad",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import logging
 import pickle
@@ -60,6 +61,8 @@ class Kept:
     def __init__(self, path: str, place: Any, is_library: bool = False) -> None:
         self.path, self.place, self.is_library = path, place, is_library
         self._is_class = isinstance(place, type)
+        if self._is_class:  # Python notes the slots in a class when it first copies an object of it
+            copyreg._slotnames(place)  # type: ignore[attr-defined]
         self._content = vars(place) if self._is_class else place
         self._base = next((base for base in CONTAINERS if isinstance(place, base)), dict)
         self.before = self._base(self._content)

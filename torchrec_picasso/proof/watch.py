@@ -178,6 +178,9 @@ _REFUSED = {
             *("__dlpack__", "__reduce_ex__", "__deepcopy__", "apply_", "map_", "__bool__"),
             *("__int__", "__float__", "__index__", "__repr__", "__format__", "_version"),
         ),
+        "tells whether a tensor is a part of another one, as micro-batches are": (
+            *("storage_offset", "_base", "_is_view", "is_set_to", "_cdata"),
+        ),
         "runs a backward, or looks at gradients": ("backward", "grad", "grad_fn"),
         "changes a tensor past autograd": ("requires_grad_", "share_memory_", "set_"),
         "takes .data, past autograd; use detach()": ("data",),
