@@ -134,7 +134,10 @@ STAMPS: dict[str, set[str]] = {
 }
 """What a module of theirs puts on parameters, and we read or put there in its place."""
 
-OF_PYTHON = {*("_SubParsersAction", "_exit", "_fields", "_getframe", "_lru_cache_wrapper", "_make")}
+OF_PYTHON = {
+    *("_SubParsersAction", "_exit", "_fields", "_getframe", "_lru_cache_wrapper", "_make"),
+    "_slotnames",
+}
 
 SIGNATURES: dict[str, str] = {
     "BaseEmbedding.__init__": "",
