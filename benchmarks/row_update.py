@@ -87,7 +87,7 @@ def _in_turns(variants: Sequence[Callable[[], object]], times: int) -> list[floa
 def measure(dim: int, times: int) -> dict[str, Any]:
     """Nanoseconds a row and a lookup."""
     tables, lookups_N = _tables(dim), _lookups(0)
-    tbe, kernel = tables.tbe, UpdateKernel.find(tables.tbe, {}, is_on_host=True)
+    tbe, kernel = tables.tbe, UpdateKernel.find(tables.tbe, {})
     assert kernel is not None
     rows_n = torch.cat([rows.unique() for rows in lookups_N.split(_LOOKUPS_OF_A_RANK)])
     grads_nD, grads_SD = torch.randn(len(rows_n), dim), torch.randn(_BAGS, dim)

@@ -157,10 +157,7 @@ class RowTables(nn.Module):
             table_names=[name, f"{name}, replicas"][: len(layout.tables)],
             **arguments,
         )
-        self._kernel: UpdateKernel | None = None
-        if self._row_update is None:
-            on_host = layout.homes == EmbeddingLocation.HOST
-            self._kernel = UpdateKernel.find(self.tbe, arguments, is_on_host=on_host)
+        self._kernel = UpdateKernel.find(self.tbe, arguments)
         self.weights = HomesAndReplicas.from_tables(self.tbe.split_embedding_weights(), layout)
         # get_optimizer_state returns one dict per table, and an empty list for plain SGD.
         states_by_table: list[dict[str, Tensor]] = self.tbe.get_optimizer_state()

@@ -1,10 +1,11 @@
-"""Optimizers that update rows in host memory with torch operators, and their state.
+"""Updates of rows in host memory: by FBGEMM's kernels, or by torch operators with their state.
 
-FBGEMM has CPU kernels for SGD, Adagrad and row-wise Adagrad. Its row-wise Adagrad takes 0.7 to 1.1
-us per distinct row on Intel's processors, for 8 as well as 64 columns, because its generated code
-mixes SSE with AVX instructions, and 0.4 us on an EPYC without AVX-512. A sort, a segmented sum and
-a few operators over all rows take a quarter to a half of that, also in float32; only the order of
-the sums of squares differs.
+FBGEMM has CPU kernels for SGD, Adagrad and row-wise Adagrad, which :class:`UpdateKernel` calls. Its
+row-wise Adagrad takes 0.7 to 1.1 us per distinct row on Intel's processors, for 8 as well as 64
+columns, because its generated code mixes SSE with AVX instructions. A sort, a segmented sum and a
+few operators over all rows take a quarter to a half of that, also in float32; only the order of the
+sums of squares differs. On an EPYC without AVX-512 they take half to three quarters of FBGEMM's 0.4
+us up to 64 columns, and as long for 128.
 
 Adam, LAMB and their partial row-wise kinds exist on the CPU only here. The TBE of such a pack is
 created for SGD, which keeps no state; the state is stored beside the TBE, with the names, shapes
@@ -239,17 +240,14 @@ class UpdateKernel:
 
     @staticmethod
     def find(
-        tbe: SplitTableBatchedEmbeddingBagsCodegen,
-        fused_params: Mapping[str, Any],
-        *,
-        is_on_host: bool,
+        tbe: SplitTableBatchedEmbeddingBagsCodegen, fused_params: Mapping[str, Any]
     ) -> UpdateKernel | None:
         """Returns the kernel of a TBE that was made with these arguments; ``None`` if its update is
         more than a call of a CPU kernel, or FBGEMM's kernel has an argument that is not known."""
         is_plain = all(fused_params.get(name, plain) == plain for name, plain in _PLAIN.items())
         operator = _KERNELS.get(tbe.optimizer)
         kernel = getattr(torch.ops.fbgemm, operator, None) if operator is not None else None
-        if not (is_on_host and is_plain and kernel is not None):
+        if not (tbe.use_cpu and is_plain and kernel is not None):
             return None
         names = {argument.name for argument in kernel.default._schema.arguments} - _GIVEN
         optimizer_names = {name for name in names if hasattr(tbe.optimizer_args, name)}
