@@ -6,18 +6,16 @@ This file imports neither PyTorch nor TorchRec, so ``--help`` and wrong argument
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeAlias
 
-from torchrec_picasso.app.cli.outputs import check_outputs
-from torchrec_picasso.app.launch.torchrun import under_torchrun
+from torchrec_picasso.app.cli.command import (
+    Command,
+    Subcommands,
+    at_least,
+    more_than_zero,
+    multiple_of,
+    up_to,
+)
 from torchrec_picasso.app.zoo.kinds import DLRM, model_kinds
-from torchrec_picasso.errors import ConfigError
-
-_Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-_LARGEST = 10**18  # bytes and seeds stay finite integers
 
 
 def make_parser(version: str) -> argparse.ArgumentParser:
@@ -45,151 +43,8 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     return parser
 
 
-@dataclass(frozen=True)
-class Range:
-    """The numbers that an argument may be, and their words."""
-
-    words: str
-    holds: Callable[[float], bool]
-
-
-def _at_least(least: float, words: str = "") -> Range:
-    return Range(f"at least {least:g}{words}", lambda number: least <= number <= _LARGEST)
-
-
-def _more_than_zero(unit: str = "") -> Range:
-    return Range(f"more than 0{unit}", lambda number: 0 < number <= _LARGEST)
-
-
-def _multiple_of(divisor: int) -> Range:
-    return Range(f"a multiple of {divisor}", lambda number: number > 0 and number % divisor == 0)
-
-
-def _up_to(most: int, least: int = 0) -> Range:
-    return Range(f"{least} to {most:,}", lambda number: least <= number <= most)
-
-
-def check_arguments(args: argparse.Namespace) -> None:
-    """Checks numbers, files and options that need others by ``ranges``, ``inputs``, ``folders``,
-    ``outputs`` and ``needs``, and removes these from ``args``.
-
-    Raises:
-        ConfigError: If a number is out of its range, a file to read does not exist, a folder is a
-            file, a file cannot be written, an option lacks one that it needs, or a command needs
-            torchrun.
-    """
-    for name in vars(args).pop("inputs"):
-        given = getattr(args, name)
-        for path in given if isinstance(given, list) else [given]:
-            if path is not None and not Path(path).exists():
-                raise ConfigError(f"{_flag_of(name)} {path}: no such file")
-    for name in vars(args).pop("folders"):
-        if Path(getattr(args, name)).is_file():
-            raise ConfigError(f"{_flag_of(name)} {getattr(args, name)}: is a file; name a folder")
-    check_outputs(args, *vars(args).pop("outputs"))
-    for name, allowed in vars(args).pop("ranges").items():
-        given = getattr(args, name)
-        for number in given if isinstance(given, list) else [given]:
-            if number is not None and not allowed.holds(number):
-                most = f" and at most {_LARGEST:g}" if number > _LARGEST else ""
-                found = f"{allowed.words}{most}, got {number:.10g}"
-                raise ConfigError(f"{_flag_of(name)}: expected {found}")
-    for name, (other, words) in vars(args).pop("needs").items():
-        if getattr(args, name) and not getattr(args, other):
-            raise ConfigError(f"{_flag_of(name)}: needs {words}")
-    if under_torchrun():
-        return
-    if args.command == "order":
-        raise ConfigError("order: one machine has no order of hosts; start with torchrun on all")
-    if getattr(args, "rank_order", None) is not None:
-        raise ConfigError(
-            f"--rank-order {args.rank_order}: ranks on one machine have no order of hosts; start "
-            "with torchrun on several hosts"
-        )
-
-
-def _flag_of(name: str) -> str:
-    return "FILES:" if name == "files" else "--" + name.replace("_", "-")
-
-
-def _name_of(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-class _Command:
-    """A subcommand; each example is a line of its arguments."""
-
-    def __init__(
-        self,
-        subcommands: _Subcommands,
-        name: str,
-        help: str,
-        description: str,
-        *examples: str,
-    ) -> None:
-        lines = (f"  {example}" for example in examples)
-        self.parser = subcommands.add_parser(
-            name,
-            help=help,
-            description=description,
-            epilog="\n".join(("example:", *lines)),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        self._ranges: dict[str, Range] = {}
-        self._inputs: list[str] = []
-        self._outputs: list[str] = []
-        self._folders: list[str] = []
-        self._needs: dict[str, tuple[str, str]] = {}
-        files = {"inputs": self._inputs, "folders": self._folders, "outputs": self._outputs}
-        self.parser.set_defaults(ranges=self._ranges, needs=self._needs, **files)
-
-    def text(self, flag: str, metavar: str, help: str, default: str | None = None) -> None:
-        self.parser.add_argument(flag, metavar=metavar, default=default, help=help)
-
-    def out(self, help: str) -> None:
-        self.parser.add_argument("-o", "--out", required=True, metavar="FILE", help=help)
-        self._outputs.append("out")
-
-    def reads(self, *names: str) -> None:
-        self._inputs += names
-
-    def folder(self, flag: str, help: str, default: str) -> None:
-        self.text(flag, "DIR", help, default)
-        self._folders.append(_name_of(flag))
-
-    def file(self, flag: str, help: str) -> None:
-        self.text(flag, "FILE", help)
-        self._outputs.append(_name_of(flag))
-
-    def config(self, help: str = "YAML configuration") -> None:
-        self.parser.add_argument("--config", required=True, metavar="FILE", help=help)
-
-    def integer(self, flag: str, allowed: Range, help: str, default: int | None = None) -> None:
-        self.parser.add_argument(flag, type=int, metavar="N", default=default, help=help)
-        self.limit(flag, allowed)
-
-    def rank_order(self) -> None:
-        self.text(
-            "--rank-order",
-            "FILE",
-            "number torchrun's ranks in the order of hosts that `torchrec-picasso order` wrote",
-        )
-
-    def number(
-        self, flag: str, metavar: str, allowed: Range, help: str, default: float | None = None
-    ) -> None:
-        self.parser.add_argument(flag, type=float, metavar=metavar, default=default, help=help)
-        self.limit(flag, allowed)
-
-    def limit(self, flag: str, allowed: Range) -> None:
-        self._ranges[_name_of(flag)] = allowed
-
-    def needs(self, name: str, other: str, words: str) -> None:
-        self._needs[name] = other, words
-
-
-def _demo(subcommands: _Subcommands) -> None:
-    command = _Command(
+def _demo(subcommands: Subcommands) -> None:
+    command = Command(
         subcommands,
         "demo",
         "compare stock TorchRec with this package",
@@ -218,30 +73,30 @@ def _demo(subcommands: _Subcommands) -> None:
     )
     command.integer(
         "--steps",
-        _at_least(10),  # warm-up, counted steps and one timed block
+        at_least(10),  # warm-up, counted steps and one timed block
         "steps of each side (default: 30, fewer where they take longer than a minute)",
     )
     command.integer(
-        "--ranks", _at_least(2, ", which share a link"), "processes on this machine (default: 2)", 2
+        "--ranks", at_least(2, ", which share a link"), "processes on this machine (default: 2)", 2
     )
-    command.integer("--seed", _at_least(0), "seed of weights and generated samples (default: 0)", 0)
+    command.integer("--seed", at_least(0), "seed of weights and generated samples (default: 0)", 0)
     command.integer(
         "--batch-size",
-        _at_least(1),
+        at_least(1),
         "samples per rank and step (default: 4096 for a dlrm, 128 for an hstu, 512 for others)",
     )
     command.integer(
-        "--dim", _multiple_of(4), "columns of every table (default: 64, or 16 with histories)"
+        "--dim", multiple_of(4), "columns of every table (default: 64, or 16 with histories)"
     )
     command.integer(
         "--hot-rows",
-        _at_least(0),
+        at_least(0),
         "replicated rows, a total over all tables (default: the planner's choice)",
     )
     command.number(
         "--rate-mbit",
         "R",
-        _up_to(1_000_000),
+        up_to(1_000_000),
         "compare also on a loopback that is held to R Mbit/s for each rank, if Linux has unshare "
         "and tc; 0 = only on the loopback (default: 1000)",
         1000.0,
@@ -250,8 +105,8 @@ def _demo(subcommands: _Subcommands) -> None:
     command.reads("data")
 
 
-def _doctor(subcommands: _Subcommands) -> None:
-    command = _Command(
+def _doctor(subcommands: Subcommands) -> None:
+    command = Command(
         subcommands,
         "doctor",
         "check the installed packages and the link between local ranks",
@@ -263,12 +118,12 @@ def _doctor(subcommands: _Subcommands) -> None:
         "torchrec-picasso doctor",
     )
     command.integer(
-        "--ranks", _at_least(2, ", which share a link"), "processes to spawn (default: 2)", 2
+        "--ranks", at_least(2, ", which share a link"), "processes to spawn (default: 2)", 2
     )
 
 
-def _models(subcommands: _Subcommands) -> None:
-    _Command(
+def _models(subcommands: Subcommands) -> None:
+    Command(
         subcommands,
         "models",
         "list the models that a configuration can name",
@@ -277,8 +132,8 @@ def _models(subcommands: _Subcommands) -> None:
     )
 
 
-def _stats(subcommands: _Subcommands) -> None:
-    command = _Command(
+def _stats(subcommands: Subcommands) -> None:
+    command = Command(
         subcommands,
         "stats",
         "count how often each row is looked up",
@@ -309,16 +164,16 @@ def _stats(subcommands: _Subcommands) -> None:
         "--rows", "N", "rows of the tables, one number or c1=N,c2=N (default: largest id + 1)"
     )
     parser.add_argument("--hash", action="store_true", help="take ids modulo the table's rows")
-    command.integer("--batches", _at_least(1), "generated batches (default: 100)", 100)
+    command.integer("--batches", at_least(1), "generated batches (default: 100)", 100)
     command.integer(
         "--batch-size",
-        _at_least(1),
+        at_least(1),
         "samples of a batch, for the printed figures (default: the configuration's, or 4096)",
     )
-    command.integer("--hot-rows", _at_least(1), "size of a hot set to evaluate")
+    command.integer("--hot-rows", at_least(1), "size of a hot set to evaluate")
     command.integer(
         "--max-rows-counted",
-        _at_least(1),
+        at_least(1),
         "rows of a large table counted one by one, 16 bytes each (default: 1048576)",
         1 << 20,
     )
@@ -329,8 +184,8 @@ def _stats(subcommands: _Subcommands) -> None:
     command.needs("hash", "rows", "--rows, which ids are taken modulo of")
 
 
-def _calibrate(subcommands: _Subcommands) -> None:
-    command = _Command(
+def _calibrate(subcommands: Subcommands) -> None:
+    command = Command(
         subcommands,
         "calibrate",
         "measure the network and the local work for the planner",
@@ -346,28 +201,28 @@ def _calibrate(subcommands: _Subcommands) -> None:
     command.out("JSON file to write")
     command.integer(
         "--ranks",
-        _at_least(1),
+        at_least(1),
         "processes to spawn; under torchrun its world size counts (default: 2)",
         2,
     )
     command.number(
         "--max-mib",
         "M",
-        _at_least(1 / 256, " (4 KiB)"),
+        at_least(1 / 256, " (4 KiB)"),
         "largest buffer per rank, MiB (default: 64)",
         64,
     )
     command.number(
         "--seconds",
         "S",
-        _more_than_zero(" seconds"),
+        more_than_zero(" seconds"),
         "largest time per size, approximate (default: 0.3)",
         0.3,
     )
     command.number(
         "--budget",
         "S",
-        _more_than_zero(" seconds"),
+        more_than_zero(" seconds"),
         "seconds for the network in all; a slow one gets fewer sizes (default: 10)",
         10.0,
     )
@@ -382,8 +237,8 @@ def _calibrate(subcommands: _Subcommands) -> None:
     command.rank_order()
 
 
-def _order(subcommands: _Subcommands) -> None:
-    command = _Command(
+def _order(subcommands: Subcommands) -> None:
+    command = Command(
         subcommands,
         "order",
         "find the order of hosts in which sums of dense gradients are fastest",
@@ -400,13 +255,16 @@ def _order(subcommands: _Subcommands) -> None:
             "--config FILE \\\n      --rank-order order.json"
         ),
     )
+    command.needs_torchrun(
+        "command", "one machine has no order of hosts; start with torchrun on all"
+    )
     command.out("JSON file to write")
-    command.number("--mib", "M", _more_than_zero(), "size of an exchange, MiB (default: 4)", 4)
+    command.number("--mib", "M", more_than_zero(), "size of an exchange, MiB (default: 4)", 4)
     command.rank_order()
 
 
-def _plan(subcommands: _Subcommands) -> None:
-    command = _Command(
+def _plan(subcommands: Subcommands) -> None:
+    command = Command(
         subcommands,
         "plan",
         "decide hot rows and placements for a cluster, and say why",
@@ -422,16 +280,16 @@ def _plan(subcommands: _Subcommands) -> None:
     command.config()
     command.text("--stats", "FILE", "access statistics (default: all rows equally frequent)")
     command.text("--curves", "FILE", "measured curves (default: TorchRec's bandwidths)")
-    command.integer("--world-size", _at_least(2), "ranks (default: those of the curves)")
+    command.integer("--world-size", at_least(2), "ranks (default: those of the curves)")
     command.parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="compute device (default: cpu)"
     )
-    command.number("--memory-gib", "G", _more_than_zero(), "memory per rank (default: TorchRec's)")
-    command.integer("--hot-rows", _at_least(0), "a total over all tables (default: chosen)")
+    command.number("--memory-gib", "G", more_than_zero(), "memory per rank (default: TorchRec's)")
+    command.integer("--hot-rows", at_least(0), "a total over all tables (default: chosen)")
     command.number(
         "--dense-ms",
         "MS",
-        _at_least(0, " milliseconds"),
+        at_least(0, " milliseconds"),
         "forward and backward of the model without its tables (default: that of the curves)",
     )
     command.file("--json", "write everything as JSON")
@@ -440,8 +298,8 @@ def _plan(subcommands: _Subcommands) -> None:
     command.needs("hot_rows", "stats", "--stats, which say what rows are frequent")
 
 
-def _simulate(subcommands: _Subcommands) -> None:
-    command = _Command(
+def _simulate(subcommands: Subcommands) -> None:
+    command = Command(
         subcommands,
         "simulate",
         "count and price a step on up to 1,024 ranks, without ranks",
@@ -463,11 +321,11 @@ def _simulate(subcommands: _Subcommands) -> None:
     network.add_argument(
         "--link-mbit", type=float, metavar="R", help="rate of each host's link, Mbit/s"
     )
-    command.limit("--link-mbit", _more_than_zero())
+    command.limit("--link-mbit", more_than_zero())
     command.number(
         "--latency-ms",
         "MS",
-        _at_least(0, " milliseconds"),
+        at_least(0, " milliseconds"),
         "with --link-mbit: latency per message (default: 0.05)",
         0.05,
     )
@@ -479,18 +337,16 @@ def _simulate(subcommands: _Subcommands) -> None:
         default=[2**power for power in range(11)],
         help="ranks, several numbers (default: 1, 2, 4 to 1024)",
     )
-    command.limit("--ranks", _up_to(1024, 1))
+    command.limit("--ranks", up_to(1024, 1))
+    command.integer("--ranks-per-host", up_to(16, 1), "ranks of each host, 1 to 16 (default: 1)", 1)
     command.integer(
-        "--ranks-per-host", _up_to(16, 1), "ranks of each host, 1 to 16 (default: 1)", 1
+        "--hot-rows", at_least(0), "hot rows of all tables, with --stats (default: 0)", 0
     )
-    command.integer(
-        "--hot-rows", _at_least(0), "hot rows of all tables, with --stats (default: 0)", 0
-    )
-    command.integer("--micro-batches", _at_least(1), "of a batch (default: the fastest number)")
+    command.integer("--micro-batches", at_least(1), "of a batch (default: the fastest number)")
     command.number(
         "--dense-ms",
         "MS",
-        _at_least(0, " milliseconds"),
+        at_least(0, " milliseconds"),
         "forward and backward of the model without its tables (default: that of the curves)",
     )
     command.file("--json", "write everything as JSON")
@@ -499,8 +355,8 @@ def _simulate(subcommands: _Subcommands) -> None:
     command.needs("hot_rows", "stats", "--stats, which say what rows are frequent")
 
 
-def _train(subcommands: _Subcommands) -> None:
-    command = _Command(
+def _train(subcommands: Subcommands) -> None:
+    command = Command(
         subcommands,
         "train",
         "train a model from a configuration file",
@@ -533,7 +389,7 @@ def _train(subcommands: _Subcommands) -> None:
     command.rank_order()
     command.integer(
         "--profile",
-        _at_least(1),
+        at_least(1),
         "draw a timeline of N steps, once the pipeline has found its setting",
     )
     command.file(
@@ -543,8 +399,8 @@ def _train(subcommands: _Subcommands) -> None:
     command.needs("profile_out", "profile", "--profile N, the steps to draw")
 
 
-def _convert(subcommands: _Subcommands) -> None:
-    command = _Command(
+def _convert(subcommands: Subcommands) -> None:
+    command = Command(
         subcommands,
         "convert",
         "turn a checkpoint into one plain file",
@@ -566,8 +422,8 @@ def _convert(subcommands: _Subcommands) -> None:
     command.reads("checkpoint")
 
 
-def _quality(subcommands: _Subcommands) -> None:
-    command = _Command(
+def _quality(subcommands: Subcommands) -> None:
+    command = Command(
         subcommands,
         "quality",
         "check that models train as stock does, and learn what they should",
@@ -590,7 +446,7 @@ def _quality(subcommands: _Subcommands) -> None:
         "--only", nargs="+", metavar="NAME", help="some of them (default: all)"
     )
     command.integer(
-        "--seed", _at_least(0), "seed of weights and generated samples (default: as configured)"
+        "--seed", at_least(0), "seed of weights and generated samples (default: as configured)"
     )
     command.file("--json", "results to write")
     command.reads("config")

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
-from torchrec_picasso.app.cli.arguments import check_arguments, make_parser
+from torchrec_picasso.app.cli.arguments import make_parser
+from torchrec_picasso.app.cli.command import check_arguments
 from torchrec_picasso.app.launch.environment import KEEPS_FREED_MEMORY
 from torchrec_picasso.app.launch.torchrun import under_torchrun
 from torchrec_picasso.compat import FBGEMM_OF_TORCH, SUPPORTED_TORCH
