@@ -47,8 +47,9 @@ _MODELS: Mapping[str, tuple[str, str | None]] = {
 }
 """Model of `benchmarks.fields` and its file, by name."""
 _VARIANTS = ("table_wise", "planner", "ours", "all_rows")
-_ROUNDS, _BLOCK_SAMPLES, _FEWEST_STEPS, _MOST_STEPS = 5, 16_384, 8, 128
-"""A turn has as many steps as make this number of samples, within these bounds."""
+_ROUNDS, _BLOCK_SAMPLES, _FEWEST_STEPS, _MOST_STEPS = 12, 8_192, 4, 32
+"""A turn has as many steps as make this number of samples, within these bounds: short turns, and
+many, because the pace of a shared machine changes within seconds."""
 _EVEN = 0.98
 """Gains from here on count as not below stock: turns of equal programs differ by this much."""
 
