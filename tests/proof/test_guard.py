@@ -108,8 +108,13 @@ def test_hooks_on_all_modules_are_watched() -> None:
 
 def test_a_batch_of_another_form_is_seen() -> None:
     _, guard, batch = proved(Watched())
-    batch.labels = batch.labels.double()
+    labels = batch.labels
+    batch.labels = labels.double()
     assert "the batch" in str(guard.changed(batch))
+    batch.labels = torch.stack([labels] * 2, 1)[:, 0]  # not contiguous
+    assert "the batch" in str(guard.changed(batch))
+    batch.labels = labels
+    assert guard.changed(batch) is None
 
 
 def test_settings_of_torch_are_watched() -> None:

@@ -28,12 +28,14 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.proof.models import (
     HIDDEN,
     NUM_DENSE,
     Head,
     Model,
+    assert_cut_is_whole,
     doing,
     given_tables,
     make_batch,
@@ -478,6 +480,31 @@ def test_a_tensor_of_the_batch_has_no_attributes() -> None:
     batch.labels.scale = 2.0  # type: ignore[attr-defined]
     reason = prove(model, batch, given_tables(model, batch.sparse_features)).reason
     assert "has .scale on a tensor" in str(reason)
+
+
+@pytest.mark.parametrize(
+    "dense",
+    [torch.rand(12, 9)[:, 2:6], torch.rand(4, 12).t(), torch.rand(1, 4).expand(12, 4)],
+    ids=["columns", "transposed", "expanded"],
+)
+def test_a_tensor_of_the_batch_that_is_not_contiguous(dense: Tensor) -> None:
+    def loss(head: Head, out: Tensor, batch: Batch) -> Tensor:
+        return out.mean() if batch.dense_features.is_contiguous() else (out**2).mean()
+
+    model, batch = Model(with_loss(loss)()), make_batch()
+    batch.dense_features = dense
+    given = given_tables(model, batch.sparse_features)
+    assert prove(model, batch, given).reason is None
+    assert_cut_is_whole(model, batch, given, [3, 2, 7], "mean")
+
+
+def test_lookups_that_are_not_contiguous() -> None:
+    model, batch = Model(Head()), make_batch()
+    features = batch.sparse_features
+    ids = torch.stack([features.values()] * 2, 1)[:, 0]
+    batch.sparse_features = KeyedJaggedTensor(features.keys(), ids, lengths=features.lengths())
+    reason = prove(model, batch, given_tables(model, batch.sparse_features)).reason
+    assert "not contiguous" in str(reason)
 
 
 def _ids(batch: Batch, name: str = "f") -> Tensor:

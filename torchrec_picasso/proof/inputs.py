@@ -76,10 +76,14 @@ class Inputs:
                 f"the batch has .{next(iter(vars(like)))} on a tensor, which micro-batches lack"
             )
         needs_grad = has_graph and like.is_floating_point()
+        strides = None if like.is_contiguous() else like.stride()  # a model may branch on it
+        if strides is not None and (has_graph or value != Value(Kind.ROWS, rows=SAMPLES)):
+            raise UnprovedError("holds values that are not contiguous, which those of a part are")
         with self._mode, torch.enable_grad():
-            made = torch.empty(
-                sizes, dtype=like.dtype, device=like.device, requires_grad=needs_grad
-            )
+            made = torch.empty(sizes, dtype=like.dtype, device=like.device)
+            if strides is not None:
+                made = made.new_empty_strided(sizes, strides)
+            made.requires_grad_(needs_grad)
             # a clone is no leaf, so the model may write into it
             if has_graph:
                 made = made.clone()
@@ -158,7 +162,10 @@ def form_of(value: Any) -> Hashable:
         return tuple(value.keys()), tuple(value.length_per_key()), form_of(value.values())
     if isinstance(value, Tensor):
         # attributes are counted too, since micro-batches lack them
-        return value.dtype, value.layout, value.dim(), value.shape[1:], tuple(vars(value))
+        strides = value.stride() if value.layout is torch.strided else ()
+        if 1 < value.shape[:1].numel() in strides[1:]:  # a transposed tensor's
+            strides = tuple(stride for stride in strides if stride != value.shape[0])
+        return value.dtype, value.layout, strides, value.shape[1:], tuple(vars(value))
     members = children_of(value)
     if members is not None:
         extras = tuple(vars(value)) if hasattr(value, "__dict__") else ()
