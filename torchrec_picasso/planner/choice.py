@@ -44,7 +44,7 @@ Forms = Mapping[int, Form]
 _BY_MODULE = [form for form in EXCHANGES if FORMS[form].by_module]
 _ONLY_ROWS: Mapping[Form, str] = dict.fromkeys(list(EXCHANGES)[1:], "it was not considered")
 
-_SIMPLER_MARGIN, _ONCE_MARGIN = 0.03, 0.3
+_SIMPLER_MARGIN, _ONCE_MARGIN = 0.03, 0.15
 """A hot/cold plan is chosen only if its predicted step is shorter than stock's by these shares of
 the step and of what any step with hot/cold tables costs once, which differs by as much from one
 calibration to the next and decides small steps (``benchmarks.small_steps``)."""

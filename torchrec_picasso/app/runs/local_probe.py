@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from statistics import fmean, median
 
 import torch
@@ -28,10 +29,11 @@ from torchrec_picasso.app.runs.pace import Pace, times_fitting
 from torchrec_picasso.app.runs.placements import make_placement
 from torchrec_picasso.cost.local import PHASES, LocalCosts, LocalWork, PhaseCost, SideCosts
 
-_BUDGET_S = 15.0
+_BUDGET_S = 18.0
 _WARMUP_STEPS, _FEWEST_STEPS, _MOST_STEPS = 2, 3, 5
-_FEW = 1 / 16
-"""Share of the samples in warm-up steps, and the least that a slow network leaves of a probe."""
+_FEW, _GROWTH = 1 / 16, 4
+"""Share of the samples in warm-up steps, and the least that a slow network leaves of a probe; it
+grows by this factor where the time allows."""
 _TABLES_BYTES = 1 << 27  # larger than caches and TLB
 _ELEMENT_BYTES = 4
 
@@ -54,27 +56,43 @@ class _Probe:
         return max(1, round(self.batch_size * self.ids * self.rows_per_sample))
 
     @property
-    def table_dims(self) -> list[int]:
+    def table_dims(self) -> tuple[int, ...]:
         """Columns of each table."""
-        return [self.dim * (1 + t * self.packs // self.tables) for t in range(self.tables)]
+        return tuple(self.dim * (1 + t * self.packs // self.tables) for t in range(self.tables))
+
+    def part(self, share: float) -> _Probe:
+        """The probe with this share of the samples and of the rows in use."""
+        return replace(self, batch_size=round(self.batch_size * share))
+
+    def distinct_rows(self, num_ranks: int) -> float:
+        """Expected number of distinct rows in the batches of so many ranks."""
+        lookups, used = self.batch_size * self.ids * num_ranks, self.used_rows
+        return self.tables * used * (1 - (1 - 1 / used) ** lookups)
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of each table."""
+        return max(self.used_rows, _TABLES_BYTES // (sum(self.table_dims) * _ELEMENT_BYTES))
 
 
 PROBES = (
     _Probe(tables=4, batch_size=256, dim=16, rows_per_sample=1),
     _Probe(tables=100, batch_size=256, dim=16, rows_per_sample=1),
+    _Probe(tables=24, batch_size=256, dim=8, rows_per_sample=1, packs=4),
+    _Probe(tables=40, batch_size=1024, dim=8, rows_per_sample=1, ids=5, packs=4),
+    _Probe(tables=60, batch_size=1024, dim=32, rows_per_sample=2),
     _Probe(tables=26, batch_size=4096, dim=16, rows_per_sample=4),
     _Probe(tables=26, batch_size=4096, dim=16, rows_per_sample=1 / 8),
-    _Probe(tables=26, batch_size=512, dim=128, rows_per_sample=4),
     _Probe(tables=26, batch_size=4096, dim=64, rows_per_sample=1),
+    _Probe(tables=26, batch_size=1024, dim=64, rows_per_sample=1 / 4, ids=5),
+    _Probe(tables=26, batch_size=512, dim=128, rows_per_sample=4),
     _Probe(tables=26, batch_size=2048, dim=128, rows_per_sample=1 / 8),
     _Probe(tables=26, batch_size=3072, dim=128, rows_per_sample=2),
     _Probe(tables=26, batch_size=3072, dim=128, rows_per_sample=1 / 8),
-    _Probe(tables=60, batch_size=1024, dim=32, rows_per_sample=2),
-    _Probe(tables=24, batch_size=256, dim=8, rows_per_sample=1, packs=4),
-    _Probe(tables=40, batch_size=1024, dim=8, rows_per_sample=1, ids=5, packs=4),
-    _Probe(tables=26, batch_size=1024, dim=64, rows_per_sample=1 / 4, ids=5),
     _Probe(tables=26, batch_size=1024, dim=128, rows_per_sample=1, ids=5),
 )
+"""Those with the same tables follow each other, as sharding takes longer than many a probe's steps.
+The last ones are large enough with fewer samples, too."""
 
 
 def measure_local_costs(
@@ -103,15 +121,20 @@ def measure_local_costs(
         groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         pg, clock = groups[dist.get_rank()], time.perf_counter
     measured: dict[str, list[tuple[LocalWork, list[float]]]] = {"hot_cold": [], "table_wise": []}
-    end_s = time.perf_counter() + budget_s
-    for index, probe in enumerate(PROBES):
-        pace.sample()
-        for done, (placement, results) in enumerate(measured.items()):
-            num_left = len(measured) * (len(PROBES) - index) - done
-            share_s = (end_s - time.perf_counter()) / num_left
-            results.append(_probe(placement, probe, pg, device, clock, share_s))
+    end_s, num_left = time.perf_counter() + budget_s, len(measured) * len(PROBES)
+    for _, same_tables in groupby(PROBES, lambda probe: probe.table_dims):
+        probes = list(same_tables)
+        for placement, results in measured.items():
+            step = _exchange_step(placement, probes, pg, device, clock)
+            for probe in probes:
+                pace.sample()
+                share_s = (end_s - time.perf_counter()) / num_left
+                results.append(_probe(step, placement == "hot_cold", probe, pg, device, share_s))
+                num_left -= 1
+            del step
             gc.collect()  # tables
-        advance()
+        for _ in probes:
+            advance()
     slowdown = pace.slowdown(dist.get_world_size()) if device.type == "cpu" else 1.0
     costs = {}
     for placement, results in measured.items():
@@ -122,56 +145,68 @@ def measure_local_costs(
     return LocalCosts(hot_cold=costs["hot_cold"], stock=costs["table_wise"], measured=True)
 
 
-def _probe(
+def _exchange_step(
     placement_name: str,
-    probe: _Probe,
+    probes: Sequence[_Probe],
     pg: dist.ProcessGroup,
     device: torch.device,
     clock: Callable[[], float],
+) -> ExchangeStep:
+    """Shards the tables of probes that have the same ones."""
+    rows, dims = max(probe.table_rows for probe in probes), probes[0].table_dims
+    collection = bag_collection([rows] * len(dims), dims)
+    batch_size = max(probe.batch_size for probe in probes)
+    placement = make_placement(
+        placement_name, collection, pg, device_type=device.type, batch_size=batch_size
+    )
+    return ExchangeStep(collection, placement, pg, device, clock)
+
+
+def _probe(
+    step: ExchangeStep,
+    is_hot_cold: bool,
+    probe: _Probe,
+    pg: dist.ProcessGroup,
+    device: torch.device,
     share_s: float,
 ) -> tuple[LocalWork, list[float]]:
     """Work of a shape, and ms by phase: the median over steps of the slowest rank."""
     end_s = time.perf_counter() + share_s
-    rows = max(probe.used_rows, _TABLES_BYTES // (sum(probe.table_dims) * _ELEMENT_BYTES))
-    collection = bag_collection([rows] * probe.tables, probe.table_dims)
-    placement = make_placement(
-        placement_name, collection, pg, device_type=device.type, batch_size=probe.batch_size
-    )
-    step = ExchangeStep(collection, placement, pg, device, clock)
     generator = torch.Generator().manual_seed(dist.get_rank())
 
-    def take(probe: _Probe) -> tuple[float, PhaseTimes, float]:
-        """Seconds of a step, its times, and the distinct rows of its batch."""
+    def take(probe: _Probe) -> tuple[float, PhaseTimes]:
+        """Seconds of a step, and its times."""
         shape = probe.tables, probe.batch_size, probe.ids
         ids_TBL = torch.randint(probe.used_rows, shape, generator=generator)
-        ids_TBL *= rows // probe.used_rows  # scatter the rows in use over the table
+        ids_TBL *= probe.table_rows // probe.used_rows  # scatter the rows in use over the table
         dist.barrier()
         start_s = time.perf_counter()
         taken = step.run(bag_batch(ids_TBL).to(device))
-        unique = sum(ids_BL.unique().numel() for ids_BL in ids_TBL)
-        return time.perf_counter() - start_s, taken, unique
+        return time.perf_counter() - start_s, taken
 
-    few = replace(probe, batch_size=round(probe.batch_size * _FEW))
-    *_, (few_s, _, _) = [take(few) for _ in range(_WARMUP_STEPS)]
-    fitting = times_fitting(end_s - time.perf_counter(), few_s / _FEW)
-    num_timed = int(min(_MOST_STEPS, max(_FEWEST_STEPS, fitting)))
-    share = min(1.0, max(_FEW, fitting / num_timed))
-    probe = replace(probe, batch_size=round(probe.batch_size * share))
+    def fitting(step_s: float) -> float:
+        return times_fitting(end_s - time.perf_counter(), step_s)
+
+    share = _FEW
+    for _ in range(_WARMUP_STEPS):
+        step_s, _ = take(probe.part(share))
+    while share < 1 and fitting(_GROWTH * step_s) > _FEWEST_STEPS + 1:
+        share *= _GROWTH
+        step_s, _ = take(probe.part(share))
+    num_timed = int(min(_MOST_STEPS, max(_FEWEST_STEPS, fitting(step_s))))
+    probe = probe.part(share)
     taken = [take(probe) for _ in range(num_timed)]
-    times = [[getattr(found, f"{phase}_ms") for phase in PHASES] for _, found, _ in taken]
+    times = [[getattr(found, f"{phase}_ms") for phase in PHASES] for _, found in taken]
     slowest = torch.tensor(times, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    unique = fmean(number for _, _, number in taken)
-    work = _work(probe, unique, pg.size(), is_hot_cold=placement_name == "hot_cold")
+    work = _work(probe, pg.size(), is_hot_cold=is_hot_cold)
     return work, [median(times_ms) for times_ms in slowest.T.tolist()]
 
 
-def _work(probe: _Probe, unique: float, num_ranks: int, *, is_hot_cold: bool) -> LocalWork:
-    """Work of a rank in a step of a shape, with so many distinct rows in its batch."""
+def _work(probe: _Probe, num_ranks: int, *, is_hot_cold: bool) -> LocalWork:
+    """Work of a rank in a step of a shape."""
     bags = float(probe.tables * probe.batch_size)
-    lookups, used = bags * probe.ids, probe.used_rows
-    # expected number of distinct rows in the batches of all ranks
-    updated_per_table = used * (1 - (1 - 1 / used) ** (probe.batch_size * probe.ids * num_ranks))
+    lookups, unique = bags * probe.ids, probe.distinct_rows(1)
     dim = fmean(probe.table_dims)
     return LocalWork(
         features=probe.tables,
@@ -181,6 +216,6 @@ def _work(probe: _Probe, unique: float, num_ranks: int, *, is_hot_cold: bool) ->
         bag_elements=bags * dim,
         row_elements=unique * dim,
         buffer_elements=(bags + 2 * unique if is_hot_cold else 2 * bags) * dim,
-        updated=probe.tables * updated_per_table / num_ranks,
+        updated=probe.distinct_rows(num_ranks) / num_ranks,
         packs=probe.packs - 1 if is_hot_cold else 0,
     )
