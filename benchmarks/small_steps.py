@@ -5,7 +5,7 @@
 
 Each cell is a comparison of `benchmarks.fields`: stock's two variants under
 TrainPipelineSparseDist, ``ours``, the package's defaults, and ``all_rows``, every table hot/cold,
-take turns: the last shows whether the planner chose well. Its axes are
+take turns: the last shows whether the planner chose well. The axes of the map are
 
 - samples per rank and step, and columns (of the widest table where tables are mixed);
 - model: Criteo's 26 tables, 40 mixed fields, and a DIN-like model of sequences;
@@ -37,7 +37,7 @@ from benchmarks.fields.question import UNIFORM, Question
 from benchmarks.pipelines.report import write_report
 from torchrec_picasso.app.cli.outputs import print_table, write_result
 from torchrec_picasso.app.launch.run_ranks import RankError
-from torchrec_picasso.errors import PicassoError
+from torchrec_picasso.errors import InputError, PicassoError
 
 SAMPLES, DIMS, LINKS_MBIT = (64, 256, 1024, 4096), (16, 32, 128), (0, 10_000, 1_000)
 _MODELS: Mapping[str, tuple[str, str | None]] = {
@@ -104,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(args.out)
     cells = list(itertools.product(args.links, args.models, args.samples, args.dims))
     try:
+        for model in args.models:  # not hours later, in the last model's first cell
+            _data_of(model, args)
         folder.mkdir(parents=True, exist_ok=True)
         for place, (rate, model, samples, dim) in enumerate(cells):
             path = folder / f"{model}_{samples}_{dim}_{rate}.json"
@@ -135,12 +137,10 @@ def question_of(
     rate = usable_rate(rate_mbit or None)
     if rate_mbit and rate is None:
         raise ClusterError(f"no links of {rate_mbit} Mbit/s; leave them out by --links 0")
-    kind, file = _MODELS[model]
-    data = str(Path(args.data_folder) / file) if args.data_folder and file else None
     return Question(
         rate_mbit=rate,
-        model=kind,
-        data=UNIFORM if kind == "columns" and data is None else data,
+        model=_MODELS[model][0],
+        data=_data_of(model, args),
         dim=dim,
         batch_size=samples,
         rounds=args.rounds,
@@ -148,6 +148,17 @@ def question_of(
         dense=True,
         variants=_VARIANTS,
     )
+
+
+def _data_of(model: str, args: argparse.Namespace) -> str | None:
+    """The data of a model as :class:`Question` names them; InputError if the folder lacks them."""
+    kind, file = _MODELS[model]
+    if not args.data_folder or file is None:
+        return UNIFORM if kind == "columns" else None
+    path = Path(args.data_folder) / file
+    if not path.is_file():
+        raise InputError(f"--data-folder: there is no {path}; leave it out for generated data")
+    return str(path)
 
 
 def read_cell(path: Path) -> Cell:

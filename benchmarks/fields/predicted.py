@@ -106,7 +106,8 @@ def mean_of(prices: Sequence[Predicted]) -> Predicted:
 def errors_of(
     predicted: dict[str, Predicted], found: dict[str, Standing], dense_bytes: float
 ) -> Errors | None:
-    """Compares."""
+    """Compares predictions with measurements; ``None`` without predictions. ``dense_bytes``, sent
+    per rank and step to sum dense gradients, are in the measured bytes, not in the predicted."""
     if not predicted:
         return None
     step = {

@@ -10,7 +10,7 @@ from torchrec_picasso.app.config import OptimizerConfig, TrainConfig
 MODELS = ("fields", "columns", "sequences")
 ZOO = "zoo"
 UNIFORM = "uniform"
-"""In place of a file: ids that are all alike often."""
+"""In place of a file: uniform ids."""
 
 
 @dataclass(frozen=True, kw_only=True)

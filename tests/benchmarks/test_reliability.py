@@ -33,8 +33,7 @@ from benchmarks.reliability.soak_batches import Stretch, soak_batch
 from benchmarks.reliability.soak_side import Found
 from benchmarks.reliability.soak_verdict import judge
 from torchrec_picasso import Refresh
-from torchrec_picasso.app.cli.train import _resumes
-from torchrec_picasso.app.config import CheckpointConfig, TrainConfig
+from torchrec_picasso.app.cli.checks import resumes
 from torchrec_picasso.app.launch.run_ranks import RankError
 from torchrec_picasso.sharding.sharded_module import HotColdModule
 
@@ -75,24 +74,23 @@ def test_cases_are_many_and_always_the_same() -> None:
 
 
 def test_when_a_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def resumes(asked: str | None, restarts: int | None, folder: Path | None) -> bool:
+    def continues(asked: str | None, restarts: int | None, folder: str | None) -> bool:
         monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
         if restarts is not None:
             monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-        checkpoint = CheckpointConfig(folder=None if folder is None else str(folder))
-        return _resumes(TrainConfig(checkpoint=checkpoint), asked)
+        return resumes(folder, asked)
 
     empty, used = tmp_path / "empty", tmp_path / "used"
     (empty / "step_00000004.tmp").mkdir(parents=True)
     (used / "step_00000004").mkdir(parents=True)
-    for folder, is_used in ((empty, False), (used, True)):
-        assert resumes("auto", None, folder) is is_used
-        assert resumes("newest", None, folder)  # and is refused where there is none
-        assert not resumes(None, None, folder)
-        assert not resumes(None, 0, folder)
-        assert resumes(None, 1, folder) is is_used  # torchrun started it again
-    assert not resumes(None, 2, None)
-    assert resumes("auto", None, None)  # refused: no folder is named
+    for folder, is_used in ((str(empty), False), (str(used), True)):
+        assert continues("auto", None, folder) is is_used
+        assert continues("newest", None, folder)  # and is refused where there is none
+        assert not continues(None, None, folder)
+        assert not continues(None, 0, folder)
+        assert continues(None, 1, folder) is is_used  # torchrun started it again
+    assert not continues(None, 2, None)
+    assert continues("auto", None, None)  # refused: no folder is named
 
 
 HOURS, ROWS, FEATURES, BATCH, STEPS_PER_HOUR = 5, 600, 4, 16, 18

@@ -172,7 +172,7 @@ def _forward_and_backward(part: int, rows: BatchRows) -> tuple[list[Tensor], ...
 
 
 def _count_what_is_no_operator(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
-    start, by_tbe = FakeRanks._start, RowTables._update_by_tbe
+    start, by_tbe = FakeRanks._start, RowTables._update_by_fbgemm
 
     def started(*args: Any) -> Any:
         device.note(1)
@@ -184,7 +184,7 @@ def _count_what_is_no_operator(patch: pytest.MonkeyPatch, device: PretendedDevic
         by_tbe(tables, *on_host(args))
 
     patch.setattr(FakeRanks, "_start", started)
-    patch.setattr(RowTables, "_update_by_tbe", updated)
+    patch.setattr(RowTables, "_update_by_fbgemm", updated)
 
 
 def measure(world_size: int, num_packs: int, num_parts: int, lookahead: bool) -> PretendedDevice:

@@ -120,7 +120,7 @@ class BatchFeed:
         """Fetches a batch when none is in flight, an empty one if only other ranks have data.
 
         Collective. All ranks raise StopIteration if no rank has a batch, or if some rank has none
-        and ``execute_all_batches`` is off; CompatError if the others' batches cannot be split.
+        and ``execute_all_batches`` is off; CompatError if the others' batches cannot be cut.
         """
         own = self._fetch(batches)
         with self.id_stream.working():
@@ -192,7 +192,7 @@ def find_data(
 
 
 def empty_batch(batch: Any, split: SplitBatch) -> Any:
-    """Makes a batch without samples from another batch; CompatError if it cannot be split."""
+    """Makes a batch without samples from another batch; CompatError if it cannot be cut."""
     try:
         return split(batch, [0, num_samples(batch)])[0]
     except Exception as error:  # any error of a user's function
@@ -208,7 +208,7 @@ def share_empty_batch(
     pg: dist.ProcessGroup, device: torch.device, source: int, batch: Any, split: SplitBatch
 ) -> Any:
     """Sends every rank an empty batch made from the ``batch`` of rank ``source`` alone. Collective.
-    All ranks raise CompatError if that batch cannot be split or pickled."""
+    All ranks raise CompatError if that batch cannot be cut or pickled."""
     parcel: list[Any] = [None]
     # an error travels in place of the batch, so that all ranks raise it
     if pg.rank() == source:

@@ -100,7 +100,7 @@ def split_batch(batch: Any, sizes_K: Sequence[int]) -> list[Any]:
     each feature's lookups. 0-d tensors, numbers, strings and ``None`` are passed to every
     micro-batch. Dataclasses, NamedTuples, tuples, lists and dicts are rebuilt with the same type;
     dataclasses by ``dataclasses.replace``, so ``__post_init__`` computes fields with ``init=False``
-    from the micro-batch. Attributes that were assigned to a batch are split as its fields are. A
+    from the micro-batch. Attributes that were assigned to a batch are cut as its fields are. A
     list is a container: its members are split, the list itself is never split by samples.
 
     Sizes may be 0; they sum to the batch's samples. A single micro-batch is the batch itself.

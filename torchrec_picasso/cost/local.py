@@ -1,9 +1,9 @@
 """Cost of local work on one rank: of the embedding part, and of the dense part of the model.
 
 The cost of each phase of the embedding part (input dist, forward, backward with the update) is
-linear in the work. The coefficients are fitted to measured steps of the real sharded modules on one
-rank, so they include Python, page faults and cache misses. ``torchrec-picasso calibrate`` measures
-on all ranks at once, so that ranks that share cores slow each other down as in training.
+linear in the work. The coefficients are fitted to measured steps of the real sharded modules, so
+they include Python, page faults and cache misses. ``torchrec-picasso calibrate`` measures on all
+ranks at once, so that ranks that share cores slow each other down as in training.
 
 Shape letters: M measurements, X terms.
 """
@@ -22,8 +22,9 @@ from torchrec_picasso.errors import PicassoError
 PHASES = ("input_dist", "forward", "backward")
 """Phases of a step, in order; ``backward`` includes the update of the tables."""
 
-# glibc keeps up to this much freed memory for the next step. Memory beyond it is mapped again in
-# every step, with a page fault per 4 KiB (mallopt(3), DEFAULT_MMAP_THRESHOLD_MAX on 64 bits).
+# By default glibc keeps up to this much freed memory for the next step. Memory beyond it is mapped
+# again in every step, with a page fault per 4 KiB (mallopt(3), DEFAULT_MMAP_THRESHOLD_MAX on 64
+# bits). Ranks that the command line starts keep all of it (``KEEPS_FREED_MEMORY``).
 _KEPT_BYTES = 32 << 20
 _ELEMENT_BYTES = 4
 

@@ -210,9 +210,12 @@ def _fastest(plans: Mapping[str, PricedPlan], pricer: StepPricer) -> str:
 
 def _beats_stock(step: StepPrice, stock: StepPrice, pricer: StepPricer) -> bool:
     """Whether a step is shorter than stock's by the margins."""
-    once_ms = pricer.curves.local.hot_cold.once_ms
-    margin_ms = _SIMPLER_MARGIN * stock.step_ms + _ONCE_MARGIN * once_ms
-    return step.step_ms <= stock.step_ms - margin_ms
+    return step.step_ms <= stock.step_ms - least_gain_ms(stock.step_ms, pricer.curves.local)
+
+
+def least_gain_ms(stock_ms: float, costs: LocalCosts) -> float:
+    """Returns what the predicted step of a hot/cold plan must save of stock's, milliseconds."""
+    return _SIMPLER_MARGIN * stock_ms + _ONCE_MARGIN * costs.hot_cold.once_ms
 
 
 def _in_modules(model: _PricedModel, forms: Forms, other: Form) -> Forms | None:

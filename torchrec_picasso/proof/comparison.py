@@ -1,6 +1,6 @@
 """Compares two computations of the same samples; random layers and rounding do not count.
 
-*Random layers* are made deterministic. A dropout draws per sample, so a split batch draws other
+*Random layers* are made deterministic. A dropout draws per sample, so a cut batch draws other
 numbers, of other shapes; equal seeds do not help. Here every draw returns its mean: dropout keeps
 its input, noise is its mean. This is done at the operators, so it covers every layer or function
 that draws. An operator without such a mean, or one that draws a single number for the batch, is

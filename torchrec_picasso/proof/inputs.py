@@ -26,7 +26,7 @@ class Inputs:
         self._samples = follower.sizes.add(SAMPLES, num_samples)
 
     def like(self, value: Any, path: str, *, has_graph: bool = False) -> Any:
-        """Makes a value like a batch or an output; raises UnprovedError if that cannot be split.
+        """Makes a value like a batch or an output; raises UnprovedError if that cannot be cut.
         With ``has_graph`` gradients run back to floats, and the model may write into them."""
         if isinstance(value, Awaitable):
             value = value.wait()

@@ -4,7 +4,7 @@ The model's forward runs once, with tensors that have shapes but no data, and sy
 place of a batch's sizes. A rule for every operator derives how its output depends on the batch: the
 same for every batch, an entry for each sample or lookup that only its sample's inputs decide, or a
 mean over samples. If the loss is such a mean, outputs are such entries in order or means, and the
-forward has no other effect, then the batch may be split into any consecutive parts: the weighted
+forward has no other effect, then the batch may be cut into any consecutive parts: the weighted
 mean of their losses is the loss of the batch, their gradients sum to its gradient, and their
 outputs join to its output. A tensor that only tables get, as an input that is made ahead of the
 model, may depend on the batch in any way: tables look up the whole batch's input, and a micro-batch

@@ -213,7 +213,7 @@ class RowTables(nn.Module):
                 own bag.
         """
         if self._row_update is None:
-            self._update_by_tbe(rows_n, slots_t, grads_mD, bags)
+            self._update_by_fbgemm(rows_n, slots_t, grads_mD, bags)
             return
         # Home rows and replicas are updated by separate calls of one step: the replica call then
         # has equal shapes, hence equal bits, on all ranks.
@@ -231,7 +231,7 @@ class RowTables(nn.Module):
             replicas = [state.replicas for state in states]
             self._row_update(step, weights.replicas, replicas, rows_U, grads_UD)
 
-    def _update_by_tbe(
+    def _update_by_fbgemm(
         self,
         rows_n: Tensor,
         slots_t: Tensor,

@@ -1,4 +1,4 @@
-"""The batches that a step works on: fetched, split, agreed on, and run through its schedule."""
+"""The batches that a step works on: fetched, cut, agreed on, and run through its schedule."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ class BatchQueue:
         """Splits a batch by the current setting. A batch that cannot be trained is refused on all
         ranks before the step; until then the batch before stands in for it."""
         setting = self._policy.current
-        if not self._model.training:  # evaluation is never split
+        if not self._model.training:  # evaluation is never cut
             setting = replace(setting, num_micro_batches=1)
         try:
             return self._split(fetched, setting)
@@ -305,8 +305,8 @@ class BatchQueue:
     def _split(self, fetched: Fetched, setting: Setting) -> InFlightBatch:
         """Splits a batch into micro-batches, and reads its inputs; may raise on this rank alone.
 
-        A batch of few samples, or one that cannot be split, becomes the first micro-batch, and the
-        others are empty. Other ranks may still split theirs.
+        A batch of few samples, or one that cannot be cut, becomes the first micro-batch, and the
+        others are empty. Other ranks may still cut theirs.
         """
         batch, prepared = fetched.batch, fetched.prepared
         if prepared is not None and prepared.plan != self._pipelined.preparation.plan:
@@ -328,7 +328,7 @@ class BatchQueue:
                     if not self._has_logged:  # later batches are like it
                         self._has_logged = True
                         reason = reason_of(error)
-                        _log.info("a batch is trained whole, it cannot be split: %s", reason)
+                        _log.info("a batch is trained whole, it cannot be cut: %s", reason)
                     micro_batches_K = [batch, *[None] * (setting.num_micro_batches - 1)]
                     sizes_K = [num_samples, *[0] * (setting.num_micro_batches - 1)]
         inflight = InFlightBatch(

@@ -1,4 +1,4 @@
-"""The full-batch output of a plain module, split by samples for micro-batches."""
+"""The full-batch output of a plain module, cut by samples for micro-batches."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class FullBatchOutput:
 
     def part(self, sizes_K: Sequence[int], index: int) -> Any:
         """Returns the output for one of micro-batches, which have these sizes in every call.
-        CompatError if it cannot be split."""
+        CompatError if it cannot be cut."""
         if not self._parts_K:
             parts_K = split_output(self.value, sizes_K, f"module {self._name} returns")
             self._parts_K = list(map(self._with_leaves, parts_K))

@@ -1,7 +1,7 @@
 """A train pipeline that hides the exchange of rows and gradients behind the dense part.
 
 While a batch computes, row numbers and clean rows of later batches are on the wire. A batch may be
-split into micro-batches; then also its own rows and gradients are, while another one computes. The
+cut into micro-batches; then also its own rows and gradients are, while another one computes. The
 result is that of the plain loop: every row is updated once per batch, by the sum of its gradients.
 """
 

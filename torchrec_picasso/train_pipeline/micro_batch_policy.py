@@ -1,6 +1,6 @@
-"""Decides whether batches are split into micro-batches, and into how many.
+"""Decides whether batches are cut into micro-batches, and into how many.
 
-If the pipeline chooses the number, batches are split only after a proof that micro-batches train
+If the pipeline chooses the number, batches are cut only after a proof that micro-batches train
 the same as the batch (:mod:`torchrec_picasso.proof`); before and without it every batch is trained
 whole. A number that the user requested is refused if a known fact contradicts it, and compared with
 the whole batch if there is no proof (:mod:`.cut_check`). All ranks decide together.
@@ -74,7 +74,7 @@ class MicroBatchPolicy:
         """Starts with a model, or starts again with a model that was attached again.
 
         All ranks have the same facts about their first batches, and raise CompatError if the user
-        requested micro-batches and batches cannot be split.
+        requested micro-batches and batches cannot be cut.
         """
         self._evidence, self._proof, self._guard = evidence, None, None
         self._num_proofs = self._num_steps = 0

@@ -170,7 +170,7 @@ def why_computed_once(module: ShardedModule) -> str:
 
 
 def why_whole_batches(model: nn.Module, unpipelined: Mapping[str, tuple[str, str]]) -> str | None:
-    """Reason why batches of the model inside its wrapper cannot be split, with advice, or ``None``.
+    """Reason why batches of the model inside its wrapper cannot be cut, with advice, or ``None``.
     ``unpipelined`` is the result of :func:`unpipelined_modules`."""
     for name, module in outside_of_sharded(model):
         if isinstance(module, nn.modules.batchnorm._BatchNorm):

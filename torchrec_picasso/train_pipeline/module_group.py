@@ -33,7 +33,7 @@ from torchrec_picasso.train_pipeline.variable_batch import (
 
 class ModuleGroup:
     """Sharded modules whose exchange a schedule drives as one, in the order of their rows.
-    ``is_vbe`` modules have variable-batch (VBE) features; their batch is never split."""
+    ``is_vbe`` modules have variable-batch (VBE) features; their batch is never cut."""
 
     def __init__(self, modules: Mapping[str, ScheduledModule], *, is_vbe: bool = False) -> None:
         self.modules = dict(modules)

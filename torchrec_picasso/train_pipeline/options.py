@@ -40,10 +40,10 @@ class PipelineOptions:
     """
 
     num_micro_batches: int | None = None
-    """Micro-batches K that a batch is split into; 1 still overlaps with the next batch.
+    """Micro-batches K that a batch is cut into; 1 still overlaps with the next batch.
 
     ``None`` = chosen by trying some on about the first 12 training steps, beginning with the number
-    that the plan was priced for. A batch is then split only if it is proved that its micro-batches
+    that the plan was priced for. A batch is then cut only if it is proved that its micro-batches
     train what the batch trains (:mod:`torchrec_picasso.proof`); else batches are whole, and
     ``summary()`` names the line of the model that stands in the way. A requested number without a
     proof is compared with the whole batch in steps 1, 2, 4, 8, ... and refused on all ranks where

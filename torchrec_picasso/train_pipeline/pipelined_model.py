@@ -68,7 +68,7 @@ class FirstBatchFacts:
     weighted: Collection[str] = ()
     """Modules whose features have per-sample weights."""
     why_whole: str | None = None
-    """Reason why batches cannot be split; ``None`` = none is known."""
+    """Reason why batches cannot be cut; ``None`` = none is known."""
 
 
 class PipelinedModel:
@@ -311,7 +311,7 @@ class PipelinedModel:
         return FirstBatchFacts(names, most_samples, weighted, why_whole)
 
     def why_whole_batches(self) -> str | None:
-        """Reason why batches cannot be split, as far as first batch and model show; or ``None``."""
+        """Reason why batches cannot be cut, as far as first batch and model show; or ``None``."""
         return self.first_batch.why_whole or why_whole_batches(self.inner, self._unpipelined)
 
     def start_plain(self, inflight: InFlightBatch) -> None:

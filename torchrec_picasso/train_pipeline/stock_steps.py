@@ -117,7 +117,7 @@ class StockSteps(Steps, Iterator[Any]):
         """Returns the next batch, maybe an empty one.
 
         Raises StopIteration on all ranks at once; CompatError if a rank needs an empty batch and a
-        batch cannot be split.
+        batch cannot be cut.
         """
         own = self._own.popleft() if self._own else None
         is_data = own is not None

@@ -7,7 +7,7 @@ is then expanded to the samples. Autograd sums the gradients of all samples with
 
 TorchRec's own expansion is exact for bags; sequences are expanded in ``sharding/sharded_ec.py``.
 
-The samples of such features cannot be split, so the batch stays whole.
+The samples of such features cannot be cut, so the batch stays whole.
 
 Shape letters: B samples, D dim, F features, N lookups.
 """

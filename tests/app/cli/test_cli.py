@@ -153,6 +153,15 @@ def test_without_a_namespace_a_line_tells(
         ("simulate --config c --link-mbit 9 --hot-rows 5", "--hot-rows: needs --stats"),
         ("train --config c --rank-order o.json", "o.json: ranks on one machine have no order of"),
         ("calibrate -o c.json --rank-order o.json", "o.json: ranks on one machine have no order"),
+        (
+            "train --config configs/dlrm_criteo.yaml --resume",
+            "no checkpoint in it; expected f",
+        ),
+        ("convert --checkpoint docs -o setup.py", "--out setup.py: exists already; move it away"),
+        ("quality --config configs/quality.yaml --only nver", "there is no check nver; checks are"),
+        ("stats setup.py --features , -o s", "--features ',': expected column names, such as c1"),
+        ("stats setup.py --features a --rows many -o s", "--rows many: expected N or c1=N,c2=N"),
+        ("stats setup.py --features a,b --rows b=5 --hash -o s", "for every feature, none for a"),
         ("order -o o.json", "order: one machine has no order of hosts; start with torchrun on all"),
     ],
 )

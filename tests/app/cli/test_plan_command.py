@@ -78,6 +78,7 @@ def test_a_plan_with_statistics_says_why_in_every_form(
         assert line["why"] in text
     summary = document["summary"]
     assert set(summary["priced_ms"]) == {"stock", "rows", "bags", "mixed"}
+    assert f"\npredicted without hot rows: stock {summary['priced_ms']['stock']:.1f} ms, " in text
     assert (summary["world_size"], summary["batch_size"]) == (2, 256)
     assert summary["hot_cold_tables"] + summary["stock_tables"] == 4
     assert summary["hot_rows"] == sum(line["hot_rows"] for line in document["tables"])

@@ -10,10 +10,10 @@ import pytest
 from benchmarks.reliability.broken_writes import broken_writes, disk_is_full
 from tests.app.runs.tiny import checkpoints, tiny_run
 from torchrec_picasso.app.checkpoints import write
-from torchrec_picasso.app.checkpoints.folder import newest_checkpoint, refuse_used_folder
+from torchrec_picasso.app.checkpoints.folder import check_run_folder, newest_checkpoint
 from torchrec_picasso.app.config import OptimizerConfig, PipelineConfig, ShardingConfig, TrainConfig
 from torchrec_picasso.app.launch.run_ranks import RankError, run_ranks
-from torchrec_picasso.app.runs.train import check_checkpoint_folder, train_on_rank
+from torchrec_picasso.app.runs.train import train_on_rank
 from torchrec_picasso.errors import ConfigError, PicassoError
 
 TIMEOUT_S = 120
@@ -122,15 +122,15 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
 
 
 def test_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
-    refuse_used_folder(tmp_path)
+    check_run_folder(tmp_path, resume=False)
     (tmp_path / "step_00000020").mkdir()
     with pytest.raises(PicassoError, match=r"holds checkpoints already \(newest step_00000020\)"):
-        check_checkpoint_folder(config(tmp_path, 4, "table_wise"), resume=False)
+        check_run_folder(tmp_path, resume=False)
     (tmp_path / "file").touch()
     with pytest.raises(PicassoError, match="is a file; expected a folder for the checkpoints"):
-        refuse_used_folder(tmp_path / "file")
+        check_run_folder(tmp_path / "file", resume=False)
 
 
 def test_resume_needs_a_folder() -> None:
     with pytest.raises(ConfigError, match=r"--resume: the configuration names no checkpoint\.fold"):
-        check_checkpoint_folder(config(None, 4, "table_wise"), resume=True)
+        check_run_folder(None, resume=True)

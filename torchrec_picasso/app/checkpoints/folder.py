@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from torchrec_picasso.errors import PicassoError
+from torchrec_picasso.errors import ConfigError, PicassoError
 
 UNFINISHED_SUFFIX = ".tmp"
 """Suffix of a checkpoint that is being written."""
@@ -91,6 +91,24 @@ def refuse_used_folder(folder: str | Path) -> None:
             f"{folder}: holds checkpoints already (newest {max(used)}); pass --resume to continue "
             "that run, or set checkpoint.folder to another folder"
         )
+
+
+def check_run_folder(folder: str | Path | None, resume: bool) -> None:
+    """Checks the checkpoint folder of a run, ``None`` without checkpoints.
+
+    Raises:
+        PicassoError: If ``resume`` is set and there is no checkpoint to resume from, or a new run
+            would use the folder of another run.
+    """
+    if folder is None:
+        if resume:
+            raise ConfigError(
+                "--resume: the configuration names no checkpoint.folder to resume from; set it"
+            )
+    elif resume:
+        newest_checkpoint(folder)
+    else:
+        refuse_used_folder(folder)
 
 
 def last_line(error: BaseException) -> str:

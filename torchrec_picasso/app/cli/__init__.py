@@ -1,1 +1,1 @@
-"""The command line: one file per subcommand."""
+"""The command line: one file per subcommand, ``arguments`` and ``checks`` of all."""

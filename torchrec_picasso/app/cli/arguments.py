@@ -7,6 +7,13 @@ from __future__ import annotations
 
 import argparse
 
+from torchrec_picasso.app.cli.checks import (
+    check_config,
+    check_convert,
+    check_quality,
+    check_stats,
+    check_train,
+)
 from torchrec_picasso.app.cli.command import (
     Command,
     Subcommands,
@@ -147,6 +154,7 @@ def _stats(subcommands: Subcommands) -> None:
         ),
         "torchrec-picasso stats day_0.tsv --config configs/dlrm_criteo.yaml -o stats.parquet",
         "torchrec-picasso stats --config configs/dlrm_criteo.yaml -o stats.parquet",
+        check=check_stats,
     )
     parser = command.parser
     parser.add_argument("files", nargs="*", metavar="FILES", help="Parquet files of samples")
@@ -197,6 +205,7 @@ def _calibrate(subcommands: Subcommands) -> None:
         "torchrec-picasso calibrate --ranks 2 -o curves.json",
         "torchrec-picasso calibrate --ranks 2 --config configs/dlrm_criteo.yaml -o curves.json",
         ("torchrun --nnodes 2 --nproc-per-node 4 ... -m torchrec_picasso calibrate -o curves.json"),
+        check=check_config,
     )
     command.out("JSON file to write")
     command.integer(
@@ -276,6 +285,7 @@ def _plan(subcommands: Subcommands) -> None:
             "torchrec-picasso plan --config configs/dlrm_criteo.yaml --stats stats.parquet \\\n"
             "      --curves curves.json --world-size 16 --plot plan.png"
         ),
+        check=check_config,
     )
     command.config()
     command.text("--stats", "FILE", "access statistics (default: all rows equally frequent)")
@@ -313,6 +323,7 @@ def _simulate(subcommands: Subcommands) -> None:
             "torchrec-picasso simulate --config FILE --stats stats.parquet --link-mbit 100000 \\\n"
             "      --ranks 8 64 512 --ranks-per-host 8 --json steps.json --plot steps.png"
         ),
+        check=check_config,
     )
     command.config("YAML configuration: model, samples, and samples per rank")
     command.text("--stats", "FILE", "statistics to draw ids from (default: the samples themselves)")
@@ -376,6 +387,7 @@ def _train(subcommands: Subcommands) -> None:
             "torchrun --nproc-per-node 2 --max-restarts 3 -m torchrec_picasso train --config FILE "
             "--resume auto"
         ),
+        check=check_train,
     )
     command.config()
     command.parser.add_argument(
@@ -411,6 +423,7 @@ def _convert(subcommands: Subcommands) -> None:
         ),
         "torchrec-picasso convert --checkpoint runs/dlrm -o dlrm.pt",
         "torchrec-picasso convert --checkpoint runs/dlrm/step_00000200 -o dlrm_200.pt",
+        check=check_convert,
     )
     command.parser.add_argument(
         "--checkpoint",
@@ -440,6 +453,7 @@ def _quality(subcommands: Subcommands) -> None:
             "torchrec-picasso quality --config configs/quality.yaml "
             "--json benchmarks/results/quality.json"
         ),
+        check=check_quality,
     )
     command.config("YAML file of checks")
     command.parser.add_argument(

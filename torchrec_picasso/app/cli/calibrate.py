@@ -131,6 +131,7 @@ def print_curves(curves: CommCurves) -> None:
     print(f"  local work per step ({'measured' if local.measured else 'assumed'}), ns per element:")
     for side in ("hot_cold", "stock"):
         costs = getattr(local, side)
+        feature_us = sum(getattr(costs, phase).feature_us for phase in PHASES)
         cells = ", ".join(
             f"{phase} {getattr(costs, phase).lookup_element_ns:.2f} per lookup "
             f"{getattr(costs, phase).bag_element_ns:.2f} per bag "
@@ -139,7 +140,8 @@ def print_curves(curves: CommCurves) -> None:
         )
         print(
             f"    {side:<10}{cells}; input_dist {costs.input_dist.lookup_ns:.0f} ns per lookup; "
-            f"update {costs.backward.update_ns:.0f} ns per row; {costs.step_ms:.1f} ms per step"
+            f"update {costs.backward.update_ns:.0f} ns per row; {feature_us:.0f} us per feature, "
+            f"{costs.once_ms:.1f} ms per step, however small"
         )
     measured = "measured" if curves.wire_core_ns is not None else "assumed"
     print(f"  a byte on the wire takes {curves.core_ns_per_byte:.2f} ns of a core ({measured})")

@@ -49,13 +49,15 @@ def up_to(most: int, least: int = 0) -> Range:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Checks numbers, files and options that need others by ``ranges``, ``inputs``, ``folders``,
-    ``outputs``, ``needs`` and ``needs_torchrun``, and removes these from ``args``.
+    ``outputs``, ``needs`` and ``needs_torchrun``, then all by ``check``; removes these from
+    ``args``.
 
     Raises:
-        ConfigError: If a number is out of its range, a file to read does not exist, a folder is a
-            file, a file cannot be written, an option lacks one that it needs, or a command needs
-            torchrun.
+        PicassoError: If a number is out of its range, a file to read does not exist, a folder is a
+            file, a file cannot be written, an option lacks one that it needs, a command needs
+            torchrun, or its ``check`` refuses the input.
     """
+    check = vars(args).pop("check")
     for name in vars(args).pop("inputs"):
         given = getattr(args, name)
         for path in given if isinstance(given, list) else [given]:
@@ -79,6 +81,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None and not under_torchrun():
             flag = f"{_flag_of(name)} " if name != "command" else ""
             raise ConfigError(f"{flag}{getattr(args, name)}: {words}")
+    check(args)
 
 
 def _flag_of(name: str) -> str:
@@ -90,7 +93,7 @@ def _name_of(flag: str) -> str:
 
 
 class Command:
-    """A subcommand; each example is a line of its arguments."""
+    """A subcommand; each example is a line of its arguments. ``check`` refuses their values."""
 
     def __init__(
         self,
@@ -99,6 +102,7 @@ class Command:
         help: str,
         description: str,
         *examples: str,
+        check: Callable[[argparse.Namespace], None] = lambda args: None,
     ) -> None:
         lines = (f"  {example}" for example in examples)
         self.parser = subcommands.add_parser(
@@ -116,7 +120,7 @@ class Command:
         self._needs_torchrun: dict[str, str] = {}
         files = {"inputs": self._inputs, "folders": self._folders, "outputs": self._outputs}
         needs = {"needs": self._needs, "needs_torchrun": self._needs_torchrun}
-        self.parser.set_defaults(ranges=self._ranges, **needs, **files)
+        self.parser.set_defaults(check=check, ranges=self._ranges, **needs, **files)
 
     def text(self, flag: str, metavar: str, help: str, default: str | None = None) -> None:
         """Adds an option that is any text."""

@@ -14,7 +14,7 @@ from torchrec_picasso.app.cli.command import check_arguments
 from torchrec_picasso.app.launch.environment import KEEPS_FREED_MEMORY
 from torchrec_picasso.app.launch.torchrun import under_torchrun
 from torchrec_picasso.compat import FBGEMM_OF_TORCH, SUPPORTED_TORCH
-from torchrec_picasso.errors import ConfigError, PeerError, PicassoError
+from torchrec_picasso.errors import PeerError, PicassoError
 from torchrec_picasso.version import __version__
 
 EXIT_BAD_INPUT = 2
@@ -77,13 +77,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _why_unusable(args: argparse.Namespace) -> str | None:
-    """Returns what is wrong with numbers, files or a training configuration, before PyTorch is
-    imported."""
+    """Returns what is wrong with numbers, files or a configuration, before PyTorch is imported."""
     try:
         check_arguments(args)
-        if args.command != "quality" and getattr(args, "config", None) is not None:
-            import_module("torchrec_picasso.app.config").load_config(args.config)
-    except ConfigError as error:
+    except PicassoError as error:
         return str(error)
     except ModuleNotFoundError as error:
         return _why_not_found(error)

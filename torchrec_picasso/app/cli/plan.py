@@ -120,6 +120,9 @@ def _print_summary(summary: dict[str, Any], frame: pd.DataFrame) -> None:
         f"{summary['wire_ms']:.1f} ms on the wire and {summary['compute_ms']:.1f} ms of work, "
         f"{dense}; {summary['sent_bytes'] / _MB:.1f} MB sent per rank{stock}"
     )
+    if summary["priced_ms"]:
+        priced = (f"{name} {ms:.1f} ms" for name, ms in summary["priced_ms"].items())
+        print(f"predicted without hot rows: {', '.join(priced)}")
     print(
         f"memory per rank: homes {memory['home'] / _MIB:,.0f} MiB and replicas "
         f"{memory['replica'] / _MIB:,.1f} MiB, {memory['optimizer'] / _MIB:,.0f} MiB of both "

@@ -7,27 +7,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torchrec_picasso.app.cli.checks import checks_of
 from torchrec_picasso.app.cli.outputs import write_result
-from torchrec_picasso.app.config.load import load_rules
-from torchrec_picasso.app.config.quality import QualityConfig
 from torchrec_picasso.app.runs.quality import Checker
-from torchrec_picasso.errors import ConfigError, PicassoError
+from torchrec_picasso.errors import PicassoError
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the subcommand; raises PicassoError for unusable input."""
-    checks = load_rules(QualityConfig, args.config).checks or {}
-    unknown = [name for name in args.only or () if name not in checks]
-    if unknown or not checks:
-        raise ConfigError(
-            f"{args.config}: there is no check {', '.join(unknown) or 'at all'}; "
-            f"checks are {', '.join(checks) or 'none'}"
-        )
     checker = Checker(folder=Path(args.config).parent, seed=args.seed)
     results: dict[str, dict[str, Any]] = {}
     start_s = time.monotonic()
-    for name in args.only or checks:
-        check, check_start_s = checks[name], time.monotonic()
+    for name, check in checks_of(args).items():
+        check_start_s = time.monotonic()
         if check.data is not None and not Path(check.data).exists():
             results[name] = {"passed_over": f"there is no {check.data}"}
             print(f"{name}: passed over, there is no {check.data}", flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from torch import nn
 from torchrec.datasets.utils import Batch
 
+from torchrec_picasso.app.cli.checks import rows_by_feature
 from torchrec_picasso.app.cli.outputs import new_picture, print_table, save_picture
 from torchrec_picasso.app.config import DataConfig, TrainConfig, load_config
 from torchrec_picasso.app.launch.progress import Progress
@@ -23,7 +24,6 @@ from torchrec_picasso.app.zoo.data.criteo_files import MISSING_ID, is_parquet, r
 from torchrec_picasso.app.zoo.data.source import make_batch
 from torchrec_picasso.app.zoo.registry import build_model, make_source
 from torchrec_picasso.app.zoo.tables import table_specs
-from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.frequency import FrequencyStats, ModelTable, select_hot_rows
 from torchrec_picasso.frequency.collect import model_tables
 
@@ -41,7 +41,11 @@ def run(args: argparse.Namespace) -> None:
         config = replace(config, data=replace(config.data, path=args.files[0]))
     batch_size = args.batch_size or (config.data.batch_size if config is not None else 4096)
     if config is None:
-        stats = _count_parquet(args, args.files, _tables_of(args), hash_ids=args.hash)
+        tables = [
+            ModelTable(name=name, num_embeddings=rows, feature_names=(name,))
+            for name, rows in rows_by_feature(args).items()
+        ]
+        stats = _count_parquet(args, args.files, tables, hash_ids=args.hash)
     else:
         model = build_model(config, make_source(config.data, config.seed))
         files = args.files or ([config.data.path] if config.data.path is not None else [])
@@ -60,37 +64,6 @@ def run(args: argparse.Namespace) -> None:
     print("wrote " + " and ".join(filter(None, (args.out, args.plot))))
 
 
-def _tables_of(args: argparse.Namespace) -> list[ModelTable]:
-    """One table per feature."""
-    features = [name.strip() for name in args.features.split(",") if name.strip()]
-    if not features:
-        raise ConfigError(f"--features {args.features!r}: expected column names, such as c1,c2")
-    rows = _rows_of(args.rows, features)
-    return [
-        ModelTable(name=name, num_embeddings=rows.get(name), feature_names=(name,))
-        for name in dict.fromkeys(features)
-    ]
-
-
-def _rows_of(text: str | None, features: list[str]) -> Mapping[str, int]:
-    """Parses ``1000`` or ``c1=1000,c2=5000`` into rows by feature."""
-    if text is None:
-        return {}
-    pairs = [part.rpartition("=")[::2] for part in text.split(",")]
-    if len(pairs) == 1 and not pairs[0][0]:
-        pairs = [(name, pairs[0][1]) for name in features]
-    rows = {}
-    for name, number in pairs:
-        if not number.strip().replace("_", "").isdigit() or int(number) < 1:
-            raise ConfigError(f"--rows {text}: expected N or c1=N,c2=N with whole numbers above 0")
-        if name.strip() not in features:
-            raise ConfigError(
-                f"--rows {text}: {name.strip()!r} is not among --features {', '.join(features)}"
-            )
-        rows[name.strip()] = int(number)
-    return rows
-
-
 def _count_parquet(
     args: argparse.Namespace,
     files: list[str],
@@ -99,11 +72,6 @@ def _count_parquet(
     hash_ids: bool,
     missing_id: int | None = None,
 ) -> FrequencyStats:
-    unknown = [table.name for table in tables if table.num_embeddings is None]
-    if hash_ids and unknown:
-        raise ConfigError(
-            f"--hash: expected --rows for every feature, none for {', '.join(unknown)}"
-        )
     progress = Progress("count", sum(map(_num_samples, files)))
     stats = FrequencyStats.from_files(
         files,

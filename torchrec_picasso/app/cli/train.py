@@ -8,13 +8,13 @@ import os
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchrec_picasso.app.checkpoints.folder import has_checkpoint
+from torchrec_picasso.app.cli.checks import resumes
 from torchrec_picasso.app.cli.launcher import join_torchrun
-from torchrec_picasso.app.config import TrainConfig, load_config
+from torchrec_picasso.app.config import load_config
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.launch.torchrun import under_torchrun
 from torchrec_picasso.app.runs.profiling import check_profile
-from torchrec_picasso.app.runs.train import check_checkpoint_folder, train_on_rank
+from torchrec_picasso.app.runs.train import train_on_rank
 from torchrec_picasso.app.runs.watching import check_watch
 from torchrec_picasso.app.zoo.registry import check_run
 
@@ -24,8 +24,7 @@ def run(args: argparse.Namespace) -> None:
     config = load_config(args.config)
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if under_torchrun() else config.ranks
     check_run(config, world_size)
-    resume = _resumes(config, args.resume)
-    check_checkpoint_folder(config, resume)
+    resume = resumes(config.checkpoint.folder, args.resume)
     check_watch(config.watch)
     profile = None
     if args.profile is not None:
@@ -41,12 +40,3 @@ def run(args: argparse.Namespace) -> None:
         dist.barrier()  # no rank exits while another still communicates
     finally:
         dist.destroy_process_group()
-
-
-def _resumes(config: TrainConfig, option: str | None) -> bool:
-    """Whether the run continues an earlier one."""
-    num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    is_restart = num_restarts > 0 and config.checkpoint.folder is not None
-    if option == "auto" or (option is None and is_restart):
-        return config.checkpoint.folder is None or has_checkpoint(config.checkpoint.folder)
-    return option is not None

@@ -1,4 +1,4 @@
-"""The embedding part of a step alone, timed by phase, for calibration and checks of the cost model.
+"""The embedding part of a step alone, timed by phase, for calibration.
 
 A sharded EmbeddingBagCollection gets ready batches and a fixed gradient of its output.
 """

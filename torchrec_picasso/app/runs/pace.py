@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
-_BUSY_S = 0.05
+_BUSY_S = 0.05  # CPU time of a window
 _UNEVEN = 1.1
 """Largest mean ratio of an idle machine, over the slowdown by its ranks alone. Two ranks on two
 idle cores had a ratio of 1.005; beside tests, windows had 1.1 to 6.1."""

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_picasso.app.checkpoints.folder import newest_checkpoint, refuse_used_folder
 from torchrec_picasso.app.checkpoints.hot_rows import (
     adopt_hot_rows,
     read_hot_rows,
@@ -37,26 +36,6 @@ from torchrec_picasso.app.zoo.data.source import BatchSource
 from torchrec_picasso.app.zoo.registry import make_source
 from torchrec_picasso.errors import ConfigError
 from torchrec_picasso.exchange.peers import Peers
-
-
-def check_checkpoint_folder(config: TrainConfig, resume: bool) -> None:
-    """Checks the checkpoint folder of a run.
-
-    Raises:
-        ConfigError: If ``resume`` is set and no folder is configured.
-        PicassoError: If there is no checkpoint to resume from, or a new run would use the folder of
-            another run.
-    """
-    folder = config.checkpoint.folder
-    if folder is None:
-        if resume:
-            raise ConfigError(
-                "--resume: the configuration names no checkpoint.folder to resume from; set it"
-            )
-    elif resume:
-        newest_checkpoint(folder)
-    else:
-        refuse_used_folder(folder)
 
 
 def train_on_rank(

@@ -17,7 +17,7 @@ class Dice(nn.Module):
     """``p x + (1 - p) a x`` with ``p`` the sigmoid of the batch-normalised input.
 
     The statistics are a ``BatchNorm1d``, so a check for layers that mix samples finds them: such a
-    batch cannot be split into micro-batches.
+    batch cannot be cut into micro-batches.
 
     Args:
         num_units: Units U of the layer before.
