@@ -4,6 +4,7 @@ a time; what calibration says on a machine that others use."""
 import math
 import time
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,8 @@ def _probe_in(rank: int, world_size: int, shares_s: list[tuple[float, float]]) -
     probe = local_probe._Probe(tables=4, batch_size=256, dim=16, rows_per_sample=1)
     group, found, run = dist.group.WORLD, [], local_probe.ExchangeStep.run
     assert group is not None
+    device = torch.device("cpu")
+    step = local_probe._exchange_step("hot_cold", [probe], group, device, time.thread_time)
     for share_s in shares_s:
         batches: list[KeyedJaggedTensor] = []
 
@@ -80,8 +83,7 @@ def _probe_in(rank: int, world_size: int, shares_s: list[tuple[float, float]]) -
             return run(step, batch)
 
         local_probe.ExchangeStep.run = counted  # type: ignore
-        device, clock = torch.device("cpu"), time.thread_time
-        work, _ = local_probe._probe("hot_cold", probe, group, device, clock, share_s[rank])
+        work, _ = local_probe._probe(step, True, probe, group, device, share_s[rank])
         found.append((work.lookups, len(batches)))
     return found
 
@@ -89,7 +91,12 @@ def _probe_in(rank: int, world_size: int, shares_s: list[tuple[float, float]]) -
 def test_a_probe_without_time_takes_few_steps_of_few_samples_on_all_ranks() -> None:
     shares_s = [(math.inf, math.inf), (0.0, math.inf), (math.inf, 0.0)]
     by_rank = run_ranks(_probe_in, 2, shares_s, timeout_s=120)
-    assert by_rank[0] == by_rank[1] == [(4 * 256, 2 + 5), (4 * 16, 2 + 3), (4 * 16, 2 + 3)]
+    assert by_rank[0] == by_rank[1] == [(4 * 256, 2 + 2 + 5), (4 * 16, 2 + 3), (4 * 16, 2 + 3)]
+
+
+def test_probes_with_the_same_tables_share_a_sharded_module() -> None:
+    groups = [dims for dims, _ in groupby(local_probe.PROBES, lambda probe: probe.table_dims)]
+    assert len(groups) == len(set(groups)) < len(local_probe.PROBES)
 
 
 def _clocks(slowdown: float) -> tuple[Callable[[], float], Callable[[], float]]:
