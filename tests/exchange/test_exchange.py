@@ -173,6 +173,14 @@ class _Alone:
         raise RuntimeError("no store")
 
 
+def test_one_rank_copies_and_calls_no_collective() -> None:
+    alone: Any = _Alone()
+    sent_n, received_n = torch.arange(3.0), torch.zeros(3)
+    Ranks(alone).start_all_to_all(received_n, sent_n, [3], [3], most_sent=_MUCH).wait()
+    Ranks(alone).start_sum(sent_n).wait()
+    assert received_n.tolist() == sent_n.tolist() == [0.0, 1.0, 2.0]
+
+
 class _OwnError(RuntimeError):
     pass
 

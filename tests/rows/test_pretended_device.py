@@ -42,7 +42,8 @@ MOST = {
     (8, 4, 4): (351, 2),
     (64, 4, 1): (242, 2),
 }
-"""Launches and host syncs of a step by (ranks, packs, micro-batches); the dense part has none."""
+"""Launches and host syncs of a step by (ranks, packs, micro-batches); the dense part has none, and
+valid lengths are looked at before (`test_valid_features.py`)."""
 BAGS = [
     table_of(f"{pack}{home}", pack, 4, [6 - 6 * home, 6 * home], [])
     for pack in (0, 1)
@@ -263,6 +264,8 @@ def test_devices_train_as_cpus(kind: str, num_parts: int, monkeypatch: pytest.Mo
             trained.step(step)
         assert not trained.device.mixed
         assert bool(trained.device.copies) is has_device
+        if has_device:
+            _check_ways(trained.device, kind, num_parts)
         tables = [on_host(table) for table in whole_tables(world)]
         both.append((trained.pooled, [tables, trained.grads_of_weights]))
     (pooled, others), (expected, expected_others) = both
@@ -270,6 +273,20 @@ def test_devices_train_as_cpus(kind: str, num_parts: int, monkeypatch: pytest.Mo
     torch.testing.assert_close(pooled[:num_parts], expected[:num_parts], rtol=0, atol=0)
     torch.testing.assert_close(pooled, expected)
     torch.testing.assert_close(others, expected_others)
+
+
+def _check_ways(device: PretendedDevice, kind: str, num_parts: int) -> None:
+    """Of ways to the same numbers a device takes those that do not wait for a single warp, add in a
+    fixed order, and need no memory for each lookup."""
+
+    def functions(operator: str) -> set[str]:
+        return {function for function, name in device.operators if name == operator}
+
+    assert functions("repeat_interleave") <= {"bag_of_lookup", "mean_weights"}  # short runs
+    assert (("sum_in_pieces", "sort") in device.operators) is (num_parts > 1)
+    assert functions("index_add_") <= {"add_gradients", "read"}  # distinct rows, integers
+    weights = functions("_embedding_bag_per_sample_weights_backward")
+    assert weights == ({"gradient_of_weights"} if kind == "all" else set())
 
 
 def test_a_check_of_the_coverage_asks_the_device_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

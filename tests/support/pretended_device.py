@@ -139,6 +139,8 @@ class PretendedDevice(TorchDispatchMode):
         """From the host to the device."""
         self.mixed: Counter[str] = Counter()
         """Operators with tensors of both."""
+        self.operators: Counter[tuple[str, str]] = Counter()
+        """By function of the library and operator."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -161,6 +163,7 @@ class PretendedDevice(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         if func.is_view or name.startswith(_FREE):
             return
+        self.operators[place.split()[1], name] += 1
         others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, OnDevice)]
         masks = 0
         if name in ("index", "index_put_", "index_put"):

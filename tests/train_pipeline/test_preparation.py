@@ -2,21 +2,23 @@
 
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
 
 from tests.sharding.jobs import ODD, PLAIN, Job, Model, build, result_of_module, shard
 from tests.sharding.sequence_jobs import TABLES_OF, SequenceJob, build_sequences
 from tests.support.refusals import refusal
 from tests.support.shared_run import run_once
+from tests.support.tables import Table, bags_of
 from tests.train_pipeline.runs import Run, batches_of, compare_runs, pipeline_of, run_to_the_end
 from torchrec_picasso import InputError, Refresh
 from torchrec_picasso.batches.feed import PreparedBatch
@@ -258,6 +260,67 @@ def test_workers_of_a_data_loader_prepare() -> None:
     compare_runs(by_rank, True, False, rtol=0, atol=0)
 
 
+USER = Table("user", 8, 20, ("user",))
+
+
+@dataclass
+class _Visits(Pipelineable):
+    """Samples that share users, fewer than samples."""
+
+    visits: KeyedJaggedTensor
+    users: KeyedJaggedTensor
+    user_of_sample: Tensor
+    labels: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "_Visits":
+        return self
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        pass
+
+
+class _ByUser(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.visits, self.users = bags_of(PLAIN[:1]), bags_of([USER])
+        self.over = nn.Linear(16, 1)
+
+    def forward(self, batch: _Visits) -> tuple[Tensor, Tensor]:
+        users_BD = self.users(batch.users)["user"].index_select(0, batch.user_of_sample)
+        out = self.over(torch.cat([self.visits(batch.visits)["f0"], users_BD], 1)).squeeze(1)
+        return ((out - batch.labels) ** 2).sum() / 6, out.detach()
+
+
+def _visits(rank: int, step: int) -> _Visits:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    draw = partial(torch.randint, generator=generator)
+    both = []
+    for feature, num, num_rows in (("f0", 16, 60), ("user", 5, 20)):
+        lengths = draw(4, (num,))
+        values = draw(num_rows, (int(lengths.sum()),))
+        both.append(KeyedJaggedTensor([feature], values, lengths=lengths))
+    return _Visits(*both, draw(5, (16,)), torch.rand(16, generator=generator))
+
+
+def _by_user(rank: int, world_size: int) -> dict[bool, Run]:
+    runs = {}
+    for is_prepared in (True, False):
+        tables_of = {"visits": PLAIN[:1], "users": (USER,)}
+        model = shard(_ByUser(), Job(placement={"*": 3}), tables_of, world_size)
+        pipeline = pipeline_of(model, num_micro_batches=1)
+        send = partial(_sent, pipeline.preparation()) if is_prepared else iter
+        outputs = run_to_the_end(pipeline, send([_visits(rank, step) for step in range(4)]))
+        runs[is_prepared] = result_of_module(model, [], tuple(tables_of)), outputs
+        if is_prepared:
+            assert _counts(pipeline.summary()) == (4, 4)  # the users have their own batch size
+    return runs
+
+
+def test_modules_whose_features_have_other_numbers_of_samples_are_read_apart() -> None:
+    compare_runs(run_once(_by_user, 2), True, False, rtol=0, atol=0)
+
+
 def _what_it_holds(rank: int, world_size: int) -> None:
     many = Job(placement={"a": 60, "*": 2})
     model = build(many, rank, 1)
@@ -276,6 +339,11 @@ def _what_it_holds(rank: int, world_size: int) -> None:
     other = pipeline_of(build(replace(many, tables=SUMS[:2]), rank, 1), num_micro_batches=1)
     other.progress(iter([prepared]))
     assert _counts(other.summary()) is None
+    stock = replace(many, placement={"*": "table_wise"})
+    outputs = [pipeline_of(build(stock, rank, 1)).progress(iter([b])) for b in (batch, prepared)]
+    assert torch.equal(*outputs)
+    elsewhere = replace(batch, sparse_features=batch.sparse_features.to(torch.device("meta")))
+    assert prepare(elsewhere) is elsewhere
     features = batch.sparse_features
     strides = [[stride] for stride in (16, 16, 16, 16)]
     strides[0], lengths = [4], features.lengths()[12:].clone()

@@ -285,6 +285,8 @@ no_words = kept_by_stream(lambda device: torch.empty(0, dtype=torch.int64, devic
 def bits_to_words(flags: Tensor) -> Tensor:
     """Packs flags, 0 or 1, uint8, into int64 words of 64 bits each, little-endian. Flags fill whole
     words."""
+    if flags.device.type == "cpu":
+        return torch.from_numpy(np.packbits(flags.numpy(), bitorder="little").view(np.int64))
     # As (bytes, 8 bits); a byte is the sum of its shifted bits.
     by_byte = flags.view(-1, 8) << _bit_of_byte(flags.device)
     return by_byte.sum(1, dtype=torch.uint8).view(torch.int64)

@@ -42,7 +42,7 @@ class RepairedFeatures(KeyedJaggedTensor):
 
     @staticmethod
     def repair(given: KeyedJaggedTensor) -> RepairedFeatures:
-        """Repairs lengths; valid lengths are not changed. No host sync, 8 launches on ``(S,)``.
+        """Repairs lengths; valid lengths are not changed. No host sync, 11 launches, 8 on ``(S,)``.
 
         Each bag keeps its length as long as there are values; the last bag gets the remaining
         values. Ids of a floating type become 0.
@@ -85,8 +85,8 @@ def valid_features(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 def are_bad(validated: Iterable[KeyedJaggedTensor]) -> Tensor | bool:
     """Whether :func:`valid_features`, with these results, repaired any features. 0-d bool on the
     device, or a ``bool`` known on the host."""
-    flags = (features.is_bad for features in validated if isinstance(features, RepairedFeatures))
-    return reduce(or_, flags, False)
+    flags = [features.is_bad for features in validated if isinstance(features, RepairedFeatures)]
+    return reduce(or_, flags) if flags else False
 
 
 def form_error(features: KeyedJaggedTensor) -> str | None:
@@ -199,6 +199,27 @@ def with_own_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     if weights_N is None:
         weights_N = torch.zeros_like(features.values(), dtype=torch.float32)
     return with_weights(features, weights_N.clone())
+
+
+def in_order(
+    features: KeyedJaggedTensor, order: Sequence[int], order_tensor: Tensor
+) -> KeyedJaggedTensor:
+    """Permutes features like TorchRec's ``permute``, given valid lengths. Where each feature comes
+    once, no host sync asks a device for the number of its lookups."""
+    keys = features.keys()
+    if features.variable_stride_per_key() or sorted(order) != list(range(len(keys))):
+        return features.permute(list(order), order_tensor)
+    values_N, weights_N = features.values(), features.weights_or_none()
+    lengths_FB, values_N, weights_N = torch.ops.fbgemm.permute_2D_sparse_data(
+        order_tensor, features.lengths().view(len(keys), -1), values_N, weights_N, values_N.numel()
+    )
+    return KeyedJaggedTensor(
+        keys=[keys[number] for number in order],
+        values=values_N,
+        weights=weights_N,
+        lengths=lengths_FB.view(-1),
+        stride=features.stride(),
+    )
 
 
 def padded(features: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -30,7 +30,7 @@ from torchrec_picasso.rows.batch_rows import MicroBatchRows
 from torchrec_picasso.rows.group import RowGroup
 from torchrec_picasso.rows.refresh_policy import Refresh
 from torchrec_picasso.rows.refresher import Refreshed, Refresher
-from torchrec_picasso.rows.valid_features import valid_features, with_weights
+from torchrec_picasso.rows.valid_features import in_order, valid_features, with_weights
 from torchrec_picasso.sharding.delta_tracker import lookup_tracker
 from torchrec_picasso.sharding.table_sharding import HotColdEmbeddingSharding
 
@@ -174,7 +174,7 @@ class HotColdModule(ShardedEmbeddingModule):
         order, num_features = self._features_order, sum(self.group.plan.features_M)
         with torch.no_grad():
             if order != list(range(len(order))):
-                features = features.permute(order, self.get_buffer("_features_order_tensor"))
+                features = in_order(features, order, self.get_buffer("_features_order_tensor"))
         if len(features.keys()) == num_features:
             return features
         # features already in table order may be followed by some without a table

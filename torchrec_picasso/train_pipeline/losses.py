@@ -72,10 +72,10 @@ class Losses:
         """Computes the 0-d loss of one micro-batch; their gradients sum up to those of the batch.
         ``losses_K`` are those of all micro-batches that have samples."""
         losses = losses_K[index]
-        if self.reduction == "mean":
-            return torch.sum(losses, dim=0) * (sizes_K[index] / sum(sizes_K))
-        if self.reduction == "sum":
-            return torch.sum(losses, dim=0)
+        if self.reduction != "ratio":
+            # a sum of one number would be two operators more in each micro-batch
+            loss: Tensor = torch.sum(losses, dim=0) if losses.dim() else losses
+            return loss if self.reduction == "sum" else loss * (sizes_K[index] / sum(sizes_K))
         numerators, denominators = losses
         # N and D are constants of the gradient: the formula at the head of the file has dn and dd
         whole_N, whole_D = _whole_sums(losses_K)

@@ -61,9 +61,9 @@ class Preparation:
     and sizes of the tables: no weights, no hot rows, no process group.
 
     Only the ids of hot/cold tables that travel as rows are prepared. The step itself reads the ids
-    of other tables, of features that a module makes ahead of the model (``pipeline_postproc``) or
-    that have their own batch sizes (VBE), malformed ones, and those whose prepared ids do not fit,
-    such as sequences for another number of micro-batches.
+    of other tables, of features that a module makes ahead of the model (``pipeline_postproc``),
+    that have their own batch sizes (VBE) or are on an accelerator, malformed ones, and those whose
+    prepared ids do not fit, such as sequences for another number of micro-batches.
     """
 
     readings: Sequence[_Reading] = ()
@@ -106,13 +106,15 @@ class Preparation:
             A :class:`.PreparedBatch`, which only this pipeline takes in place of the batch; the
             batch itself if nothing can be prepared.
         """
-        groups: dict[tuple[int, bool], dict[str, tuple[_Reading, KeyedJaggedTensor]]] = {}
+        groups: dict[tuple[int, bool, int], dict[str, tuple[_Reading, KeyedJaggedTensor]]] = {}
         for each in self.readings if not isinstance(batch, PreparedBatch) else ():
             features = maybe_td_to_kjt(each.source.process_steps(batch), None)
-            key = each.exchange, each.weights[features.weights_or_none() is not None]
+            has_weights = each.weights[features.weights_or_none() is not None]
+            # features with other numbers of samples do not travel together
+            key = each.exchange, has_weights, features.stride()
             groups.setdefault(key, {})[each.name] = each, features
         ids_of = {}
-        for (_, has_weights), group in groups.items():
+        for (_, has_weights, _), group in groups.items():
             ids = self._read(list(group.values()), has_weights)
             if ids is not None:
                 ids_of[tuple(group)] = ids
@@ -132,8 +134,10 @@ class Preparation:
                 reader = IdReader(IdSpace.build(tables, _CPU), PackPlan.build(tables, _CPU))
             self._readers[names] = reader, tables
         reader, tables = self._readers[names]
-        # the step has to read features that have their own batch sizes, or are bad
-        if reader is None or any(f.variable_stride_per_key() or form_error(f) for f in features_of):
+        # the step has to read features on a device, with their own batch sizes, or that are bad
+        if reader is None or any(
+            f.device() != _CPU or f.variable_stride_per_key() or form_error(f) for f in features_of
+        ):
             return None
         by_module = []
         for number, features in enumerate(features_of):

@@ -23,7 +23,12 @@ from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from torchrec_picasso._torchrec import TrainPipelineContext
-from torchrec_picasso.batches.feed import empty_batch, find_data, share_empty_batch
+from torchrec_picasso.batches.feed import (
+    PreparedBatch,
+    empty_batch,
+    find_data,
+    share_empty_batch,
+)
 from torchrec_picasso.batches.split import count_samples
 from torchrec_picasso.errors import CompatError
 from torchrec_picasso.exchange.agreement import Agreement
@@ -105,6 +110,8 @@ class StockSteps(Steps, Iterator[Any]):
             self._source, self._has_ended = batches, False
         while len(self._own) < _BATCHES - in_flight and not self._has_ended:
             batch = next(batches, None)
+            if isinstance(batch, PreparedBatch):  # by another model's plan
+                batch = batch.batch
             self._has_ended = batch is None
             self._own += [] if batch is None else [batch]
         if not in_flight:
