@@ -46,8 +46,8 @@ _ONLY_ROWS: Mapping[Form, str] = dict.fromkeys(list(EXCHANGES)[1:], "it was not 
 
 _SIMPLER_MARGIN, _ONCE_MARGIN = 0.03, 0.15
 """A hot/cold plan is chosen only if its predicted step is shorter than stock's by these shares of
-the step and of what any step with hot/cold tables costs once, which differs by as much from one
-calibration to the next and decides small steps (``benchmarks.small_steps``)."""
+the step and of what any step with hot/cold tables costs once, which decides small steps
+(``benchmarks.small_steps``) and differed by 15 % within three calibrations one after another."""
 _TYPE_MARGIN = 0.05
 """Stock tables have the same sharding type unless this share of the step is gained without it."""
 _FORMS_MARGIN = 0.18

@@ -32,8 +32,8 @@ from torchrec_picasso.cost.local import PHASES, LocalCosts, LocalWork, PhaseCost
 _BUDGET_S = 18.0
 _WARMUP_STEPS, _FEWEST_STEPS, _MOST_STEPS = 2, 3, 5
 _FEW, _GROWTH = 1 / 16, 4
-"""Share of the samples in warm-up steps, and the least that a slow network leaves of a probe; it
-grows by this factor where the time allows."""
+"""Share of the samples in the first steps, and the least that a slow core or network leaves of a
+probe; it grows by this factor where the time allows."""
 _TABLES_BYTES = 1 << 27  # larger than caches and TLB
 _ELEMENT_BYTES = 4
 
@@ -109,8 +109,8 @@ def measure_local_costs(
         device: Device of the tables; CPU if ``None``.
         advance: Called after each probe.
         pace: Takes a window before each probe; ``None`` = one of its own.
-        budget_s: Duration of all probes, seconds. A probe takes an equal share of what is left: in
-            fewer steps, then with fewer samples; three steps of a sixteenth at least.
+        budget_s: Duration of all probes, seconds. A probe takes an equal share of what is left: with
+            fewer samples, then in fewer steps; three steps of a sixteenth at least.
     """
     pace = pace or Pace()
     device = device or torch.device("cpu")
