@@ -109,8 +109,8 @@ def measure_local_costs(
         device: Device of the tables; CPU if ``None``.
         advance: Called after each probe.
         pace: Takes a window before each probe; ``None`` = one of its own.
-        budget_s: Duration of all probes, seconds. A probe takes an equal share of what is left: with
-            fewer samples, then in fewer steps; three steps of a sixteenth at least.
+        budget_s: Duration of all probes, seconds. A probe takes an equal share of what is left:
+            with fewer samples, then in fewer steps; three steps of a sixteenth at least.
     """
     pace = pace or Pace()
     device = device or torch.device("cpu")
