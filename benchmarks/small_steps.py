@@ -13,7 +13,8 @@ take turns: the last shows whether the planner chose well. The axes of the map a
   machine.
 
 Every cell is a JSON file of its own in the folder; one that is there is not measured again, so a
-run that was stopped goes on. So are the curves of each link, which are measured first.
+run that was stopped goes on. Each run measures the curves of a link before its first cell there:
+the speed of a shared machine changes within hours, and prices shall not be older than that.
 `summary.json` has the figures of all cells that are there, and `summary.png` their gains.
 """
 
@@ -35,6 +36,7 @@ from benchmarks.command import at_least, command_parser
 from benchmarks.fields.__main__ import answer
 from benchmarks.fields.question import UNIFORM, Question
 from benchmarks.pipelines.report import write_report
+from torchrec_picasso import CommCurves
 from torchrec_picasso.app.cli.outputs import print_table, write_result
 from torchrec_picasso.app.launch.run_ranks import RankError
 from torchrec_picasso.errors import InputError, PicassoError
@@ -103,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     folder = Path(args.out)
     cells = list(itertools.product(args.links, args.models, args.samples, args.dims))
+    curves: dict[int, CommCurves] = {}  # by rate
     try:
         for model in args.models:  # not hours later, in the last model's first cell
             _data_of(model, args)
@@ -112,9 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not path.exists():
                 print(f"{path.stem}: {place + 1} of {len(cells)}", flush=True)
                 question = question_of(model, samples, dim, rate, args)
-                curves_file = folder / f"curves_{rate}.json"
-                curves = calibrated_curves(curves_file, question.hosts, question.rate_mbit)
-                write_report(answer(question, curves), path)
+                if rate not in curves:
+                    file = folder / f"curves_{rate}.json"
+                    file.unlink(missing_ok=True)
+                    curves[rate] = calibrated_curves(file, question.hosts, question.rate_mbit)
+                write_report(answer(question, curves[rate]), path)
                 _print([read_cell(path)])
     except (PicassoError, RankError, ClusterError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
