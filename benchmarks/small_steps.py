@@ -13,8 +13,8 @@ take turns: the last shows whether the planner chose well. The axes of the map a
   machine.
 
 Every cell is a JSON file of its own in the folder; one that is there is not measured again, so a
-run that was stopped goes on. Each run measures the curves of a link before its first cell there:
-the speed of a shared machine changes within hours, and prices shall not be older than that.
+run that was stopped goes on. Each run measures the curves of a link before its first cell there
+and of each model: the speed of a shared machine changes within an hour.
 `summary.json` has the figures of all cells that are there, and `summary.png` their gains.
 """
 
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     folder = Path(args.out)
     cells = list(itertools.product(args.links, args.models, args.samples, args.dims))
-    curves: dict[int, CommCurves] = {}  # by rate
+    curves: dict[tuple[int, str], CommCurves] = {}
     try:
         for model in args.models:  # not hours later, in the last model's first cell
             _data_of(model, args)
@@ -115,11 +115,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not path.exists():
                 print(f"{path.stem}: {place + 1} of {len(cells)}", flush=True)
                 question = question_of(model, samples, dim, rate, args)
-                if rate not in curves:
-                    file = folder / f"curves_{rate}.json"
+                key = rate, model
+                if key not in curves:
+                    file = folder / f"curves_{rate}_{model}.json"
                     file.unlink(missing_ok=True)
-                    curves[rate] = calibrated_curves(file, question.hosts, question.rate_mbit)
-                write_report(answer(question, curves[rate]), path)
+                    curves[key] = calibrated_curves(file, question.hosts, question.rate_mbit)
+                write_report(answer(question, curves[key]), path)
                 _print([read_cell(path)])
     except (PicassoError, RankError, ClusterError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -15,9 +15,9 @@ from torchrec_picasso.app.launch.environment import describe_environment
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.runs.dense_probe import measure_dense
-from torchrec_picasso.app.runs.local_probe import PROBES, measure_local_costs
+from torchrec_picasso.app.runs.local_probe import NUM_PROBES, measure_local_costs
 from torchrec_picasso.app.runs.pace import Pace
-from torchrec_picasso.app.runs.step_probe import with_step_costs
+from torchrec_picasso.app.runs.step_probe import StepProbe
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.local import PHASES
 from torchrec_picasso.cost.measure import num_points
@@ -79,7 +79,7 @@ def calibrate_on_rank(
         device = torch.device("cuda", torch.cuda.current_device())
     pace = Pace()
     points = num_points(world_size, max_bytes)
-    points += (len(PROBES) + 1) * with_local + (config is not None)
+    points += (NUM_PROBES + 1) * with_local + (config is not None)
     progress = Progress("calibrate", points, shown=rank == 0)
 
     def advance(point: str) -> None:
@@ -98,11 +98,15 @@ def calibrate_on_rank(
         gpu = torch.cuda.get_device_name(device)
         curves = dataclasses.replace(curves, measured_on={"gpu": gpu})
     if with_local:
-        progress.tell("local work")
-        local = measure_local_costs(device, progress.advance, pace)
-        progress.tell("whole steps")
-        curves = with_step_costs(dataclasses.replace(curves, local=local), device)
-        progress.advance()
+        advance("local work and whole steps")
+        steps = StepProbe(device, NUM_PROBES)
+
+        def between() -> None:
+            progress.advance()
+            steps.take_turn()
+
+        local = measure_local_costs(device, between, pace)
+        curves = steps.add_costs(dataclasses.replace(curves, local=local))
     if config is not None:
         advance("dense part")
         curves = dataclasses.replace(curves, dense=measure_dense(config, device))

@@ -22,7 +22,8 @@ from torchrec_picasso.app.zoo.registry import make_source
 from torchrec_picasso.batches.split import split_batch
 from torchrec_picasso.cost.local import DenseTimes
 
-_WARMUP_STEPS, _TIMED_STEPS = 2, 7
+_WARMUP_STEPS, _FEWEST_STEPS, _LEAST_S = 2, 7, 0.3
+"""A small dense part takes 1 ms, and the speed of a shared core changes within seconds."""
 _NUM_PARTS, _FEWEST_SAMPLES = (1, 4, 16), 64
 """Numbers of micro-batches that are measured, and the samples that each must have."""
 
@@ -83,7 +84,8 @@ def _time_parts(
     size, rest = divmod(batch_size, num_parts)
     parts = split_batch(batch, [size + (index < rest) for index in range(num_parts)])
     times_ms: list[list[float]] = []
-    for _ in range(_WARMUP_STEPS + _TIMED_STEPS):
+    end_s = time.perf_counter() + _LEAST_S
+    while len(times_ms) < _WARMUP_STEPS + _FEWEST_STEPS or time.perf_counter() < end_s:
         model.zero_grad()
         forward_ms = backward_ms = 0.0
         for part in parts:

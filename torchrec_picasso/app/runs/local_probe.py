@@ -93,11 +93,13 @@ PROBES = (
 )
 """Those with the same tables follow each other, as sharding takes longer than many a probe's steps.
 The last ones are large enough with fewer samples, too."""
+_SIDES = "hot_cold", "table_wise"
+NUM_PROBES = len(_SIDES) * len(PROBES)
 
 
 def measure_local_costs(
     device: torch.device | None = None,
-    advance: Callable[[], None] = lambda: None,
+    between: Callable[[], None] = lambda: None,
     pace: Pace | None = None,
     budget_s: float = _BUDGET_S,
 ) -> LocalCosts:
@@ -107,10 +109,11 @@ def measure_local_costs(
 
     Args:
         device: Device of the tables; CPU if ``None``.
-        advance: Called after each probe.
+        between: Called after each probe of each side, on every rank.
         pace: Takes a window before each probe; ``None`` = one of its own.
-        budget_s: Duration of all probes, seconds. A probe takes an equal share of what is left:
-            with fewer samples, then in fewer steps; three steps of a sixteenth at least.
+        budget_s: Duration of all probes, seconds, without ``between``. A probe takes an equal share
+            of what is left: with fewer samples, then in fewer steps; three steps of a sixteenth at
+            least.
     """
     pace = pace or Pace()
     device = device or torch.device("cpu")
@@ -120,8 +123,8 @@ def measure_local_costs(
     else:
         groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         pg, clock = groups[dist.get_rank()], time.perf_counter
-    measured: dict[str, list[tuple[LocalWork, list[float]]]] = {"hot_cold": [], "table_wise": []}
-    end_s, num_left = time.perf_counter() + budget_s, len(measured) * len(PROBES)
+    measured: dict[str, list[tuple[LocalWork, list[float]]]] = {side: [] for side in _SIDES}
+    end_s, num_left = time.perf_counter() + budget_s, NUM_PROBES
     for _, same_tables in groupby(PROBES, lambda probe: probe.table_dims):
         probes = list(same_tables)
         for placement, results in measured.items():
@@ -131,10 +134,11 @@ def measure_local_costs(
                 share_s = (end_s - time.perf_counter()) / num_left
                 results.append(_probe(step, placement == "hot_cold", probe, pg, device, share_s))
                 num_left -= 1
+                start_s = time.perf_counter()
+                between()
+                end_s += time.perf_counter() - start_s
             del step
             gc.collect()  # tables
-        for _ in probes:
-            advance()
     slowdown = pace.slowdown(dist.get_world_size()) if device.type == "cpu" else 1.0
     costs = {}
     for placement, results in measured.items():

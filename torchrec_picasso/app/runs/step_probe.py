@@ -35,70 +35,80 @@ from torchrec_picasso.planner import hot_cold_planner
 
 _BATCH_SIZE, _DIM, _MAX_ROWS, _HIDDEN = 128, 16, 2_000, (16,)
 _NUM_BATCHES, _WARMUP_STEPS, _TIMED_STEPS = 8, 10, 6
-_BUDGET_S, _FEWEST_TURNS, _MOST_TURNS = 5.0, 3, 20
+_BUDGET_S, _FEWEST_TURNS = 5.0, 3
 _SIDES = {"stock": ("table_wise", "sparse_dist"), "rows": ("hot_cold", "interleaved")}
 """Placement and pipeline of each side, by the name of the planner's price."""
 
 
-def with_step_costs(curves: CommCurves, device: torch.device) -> CommCurves:
-    """Adds the measured costs per step to curves with measured local costs.
+class StepProbe:
+    """Times steps of both sides, in turns between other measurements.
 
-    Collective: every rank of the default process group calls this, in the same order.
+    The speed of a shared core changes within seconds: turns that are spread over a calibration see
+    what its other parts see. Collective: every rank of the default process group makes one and
+    calls its methods, in the same order.
+
+    Args:
+        device: Device of the models.
+        num_turns: Number of times that :meth:`take_turn` is called.
     """
-    config = TrainConfig(
-        data=DataConfig(batch_size=_BATCH_SIZE, max_rows=_MAX_ROWS, heldout_steps=1),
-        model=ModelConfig(embedding_dim=_DIM, dense_layers=_HIDDEN, over_layers=_HIDDEN),
-        sharding=ShardingConfig(hot_rows=0),
-    )
-    source = make_source(config.data, config.seed)
-    planner = hot_cold_planner(
-        Topology(world_size=dist.get_world_size(), compute_device=device.type),
-        curves=replace(curves, dense=measure_dense(config, device)),
-        batch_size=_BATCH_SIZE,
-        debug=False,
-    )
-    planner.plan(unsharded_model(config, source), hot_cold_sharders())
-    priced_ms = planner.decision.priced_ms
-    rank_batches = source.batches(dist.get_rank(), dist.get_world_size())
-    batches = [batch.to(device) for batch in itertools.islice(rank_batches, _NUM_BATCHES)]
-    steps: dict[str, Iterator[Tensor]] = {}
-    for side, (placement, kind) in _SIDES.items():
-        pipeline = PipelineConfig(kind=kind)
-        if kind == "interleaved":
-            pipeline = replace(pipeline, num_micro_batches=1, lookahead=True)
-        trainer = Trainer(replace(config, pipeline=pipeline), source, placement, device)
-        steps[side] = trainer.steps(itertools.cycle(batches))
-    ms = _step_ms(steps)
-    own_ms = {side: max(0.0, ms[side] - priced_ms[side]) for side in _SIDES}
-    local = curves.local
-    return replace(
-        curves,
-        local=replace(
-            local,
-            stock=replace(local.stock, step_ms=own_ms["stock"]),
-            hot_cold=replace(local.hot_cold, step_ms=own_ms["rows"]),
-        ),
-    )
 
+    def __init__(self, device: torch.device, num_turns: int) -> None:
+        config = TrainConfig(
+            data=DataConfig(batch_size=_BATCH_SIZE, max_rows=_MAX_ROWS, heldout_steps=1),
+            model=ModelConfig(embedding_dim=_DIM, dense_layers=_HIDDEN, over_layers=_HIDDEN),
+            sharding=ShardingConfig(hot_rows=0),
+        )
+        source = make_source(config.data, config.seed)
+        self._config, self._source, self._device = config, source, device
+        rank_batches = source.batches(dist.get_rank(), dist.get_world_size())
+        batches = [batch.to(device) for batch in itertools.islice(rank_batches, _NUM_BATCHES)]
+        self._steps: dict[str, Iterator[Tensor]] = {}
+        for side, (placement, kind) in _SIDES.items():
+            pipeline = PipelineConfig(kind=kind)
+            if kind == "interleaved":
+                pipeline = replace(pipeline, num_micro_batches=1, lookahead=True)
+            trainer = Trainer(replace(config, pipeline=pipeline), source, placement, device)
+            self._steps[side] = trainer.steps(itertools.cycle(batches))
+        began_s = time.perf_counter()
+        for steps in self._steps.values():
+            _take(steps, _WARMUP_STEPS)
+        turn_s = (time.perf_counter() - began_s) * (1 + _TIMED_STEPS) / _WARMUP_STEPS
+        fitting = times_fitting(_BUDGET_S, turn_s)
+        self._share = min(1.0, max(_FEWEST_TURNS, fitting) / num_turns)
+        self._asked = 0
+        self._turns_ms: dict[str, list[float]] = {side: [] for side in self._steps}
 
-def _step_ms(steps: dict[str, Iterator[Tensor]]) -> dict[str, float]:
-    """Time of a step of each side, which take turns: the median, on the slowest rank."""
-    began_s = time.perf_counter()
-    for own in steps.values():
-        _take(own, _WARMUP_STEPS)
-    turn_s = (time.perf_counter() - began_s) * (1 + _TIMED_STEPS) / _WARMUP_STEPS
-    fitting = times_fitting(_BUDGET_S, turn_s)
-    turns: dict[str, list[float]] = {side: [] for side in steps}
-    for _ in range(int(min(_MOST_TURNS, max(_FEWEST_TURNS, fitting)))):
-        for side, own in steps.items():
-            _take(own, 1)
+    def take_turn(self) -> None:
+        """Times a few steps of each side, unless they are so slow that fewer turns fit."""
+        self._asked += 1
+        if int(self._asked * self._share) == int((self._asked - 1) * self._share):
+            return
+        for side, steps in self._steps.items():
+            _take(steps, 1)
             dist.barrier()
             start_s = time.perf_counter()
-            _take(own, _TIMED_STEPS)
-            turns[side].append((time.perf_counter() - start_s) / _TIMED_STEPS * 1e3)
-    slowest = torch.tensor(list(turns.values()), dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return {side: median(row) for side, row in zip(turns, slowest.tolist())}
+            _take(steps, _TIMED_STEPS)
+            self._turns_ms[side].append((time.perf_counter() - start_s) / _TIMED_STEPS * 1e3)
+
+    def add_costs(self, curves: CommCurves) -> CommCurves:
+        """Adds the costs per step to curves with measured local costs: the median over turns of the
+        slowest rank, less the predicted step."""
+        planner = hot_cold_planner(
+            Topology(world_size=dist.get_world_size(), compute_device=self._device.type),
+            curves=replace(curves, dense=measure_dense(self._config, self._device)),
+            batch_size=_BATCH_SIZE,
+            debug=False,
+        )
+        planner.plan(unsharded_model(self._config, self._source), hot_cold_sharders())
+        slowest = torch.tensor(list(self._turns_ms.values()), dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        own_ms = {
+            side: max(0.0, median(turns_ms) - planner.decision.priced_ms[side])
+            for side, turns_ms in zip(self._turns_ms, slowest.tolist())
+        }
+        stock = replace(curves.local.stock, step_ms=own_ms["stock"])
+        hot_cold = replace(curves.local.hot_cold, step_ms=own_ms["rows"])
+        return replace(curves, local=replace(curves.local, stock=stock, hot_cold=hot_cold))
 
 
 def _take(steps: Iterator[Tensor], number: int) -> None:
