@@ -1,6 +1,7 @@
 """The dense part alone, of pooled models and of models of sequences; probes of local work within
 a time; what calibration says on a machine that others use."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -23,7 +24,11 @@ from torchrec_picasso.app.runs import local_probe
 from torchrec_picasso.app.runs.dense_probe import measure_dense_of
 from torchrec_picasso.app.runs.exchange_step import ExchangeStep, PhaseTimes
 from torchrec_picasso.app.runs.pace import Pace
-from torchrec_picasso.cost.local import DenseTimes
+from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.hot_cold import _COPY_NS, HotColdTotals, exchange_times
+from torchrec_picasso.cost.local import DenseTimes, LocalCosts, PhaseCost, SideCosts
+from torchrec_picasso.cost.stock import stock_cost
+from torchrec_picasso.cost.table_work import TableLoad, TableWork
 
 POOLED = Question(model="columns", data=UNIFORM, batch_size=256, max_rows=50, dim=8)
 SEQUENCES = SequenceJob(placement={"*": 0})
@@ -83,7 +88,7 @@ def _probe_in(rank: int, world_size: int, shares_s: list[tuple[float, float]]) -
             return run(step, batch)
 
         local_probe.ExchangeStep.run = counted  # type: ignore
-        work, _ = local_probe._probe(step, True, probe, group, device, share_s[rank])
+        (work, *_), _ = local_probe._probe(step, True, probe, group, device, share_s[rank])
         found.append((work.lookups, len(batches)))
     return found
 
@@ -97,6 +102,38 @@ def test_a_probe_without_time_takes_few_steps_of_few_samples_on_all_ranks() -> N
 def test_probes_with_the_same_tables_share_a_sharded_module() -> None:
     groups = [dims for dims, _ in groupby(local_probe.PROBES, lambda probe: probe.table_dims)]
     assert len(groups) == len(set(groups)) < len(local_probe.PROBES)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("probe", local_probe.PROBES, ids=str)
+def test_what_costs_are_fitted_to_is_what_they_price(
+    probe: local_probe._Probe, num_ranks: int
+) -> None:
+    each = PhaseCost(
+        **{field.name: 1.0 + i for i, field in enumerate(dataclasses.fields(PhaseCost))}
+    )
+    side = SideCosts(input_dist=each, forward=each, backward=each)
+    curves = CommCurves.assumed(
+        num_ranks, gbytes_per_s=1.0, local=LocalCosts(hot_cold=side, stock=side)
+    )
+    size, used = probe.batch_size, probe.used_rows
+    works = [
+        TableWork(
+            TableLoad(name="", num_embeddings=used, dim=dim, lookups=size * probe.ids, bags=size),
+            num_ranks,
+        )
+        for dim in probe.table_dims
+    ]
+    totals = HotColdTotals.sum(HotColdTotals.from_table(work, 0) for work in works)
+    priced = exchange_times(totals, curves.local, num_packs=probe.packs)
+    copies_ms = 4 * totals.cold_elements * _COPY_NS * 1e-6 * (probe.packs > 1)
+    fitted = local_probe._works(probe, num_ranks, is_hot_cold=True)
+    assert sum(map(each.ms, fitted)) + copies_ms == pytest.approx(
+        sum(dataclasses.asdict(priced).values())
+    )
+    stock = stock_cost("table_wise", works, curves, num_ranks)
+    fitted = local_probe._works(probe, num_ranks, is_hot_cold=False)
+    assert sum(map(each.ms, fitted)) == pytest.approx(stock.compute_ms)
 
 
 def _clocks(slowdown: float) -> tuple[Callable[[], float], Callable[[], float]]:
