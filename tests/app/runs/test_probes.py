@@ -112,9 +112,10 @@ def test_what_costs_are_fitted_to_is_what_they_price(
     each = PhaseCost(
         **{field.name: 1.0 + i for i, field in enumerate(dataclasses.fields(PhaseCost))}
     )
-    side = SideCosts(input_dist=each, forward=each, backward=each)
+    of_stock = dataclasses.replace(each, row_ns=0.0)  # a row's costs are those of its update
+    ours, stocks = (SideCosts(input_dist=c, forward=c, backward=c) for c in (each, of_stock))
     curves = CommCurves.assumed(
-        num_ranks, gbytes_per_s=1.0, local=LocalCosts(hot_cold=side, stock=side)
+        num_ranks, gbytes_per_s=1.0, local=LocalCosts(hot_cold=ours, stock=stocks)
     )
     size, used = probe.batch_size, probe.used_rows
     works = [
