@@ -135,7 +135,11 @@ def measure_local_costs(
             gc.collect()  # tables
         for _ in probes:
             advance()
-    slowdown = pace.slowdown(dist.get_world_size()) if device.type == "cpu" else 1.0
+    slowdown = 1.0
+    if device.type == "cpu":
+        slowest = torch.tensor(pace.slowdown(dist.get_world_size()), dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # hosts may differ in cores
+        slowdown = float(slowest)
     costs = {}
     for placement, results in measured.items():
         works, times = zip(*results)
