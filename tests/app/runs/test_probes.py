@@ -1,6 +1,7 @@
 """The dense part alone, of pooled models and of models of sequences; probes of local work within
 a time; what calibration says on a machine that others use."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -19,11 +20,15 @@ from benchmarks.fields.question import UNIFORM, Question
 from tests.sharding.jobs import make_batch
 from tests.sharding.sequence_jobs import SequenceJob, SequenceModel
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.app.runs import local_probe
+from torchrec_picasso.app.runs import local_probe, step_probe
 from torchrec_picasso.app.runs.dense_probe import measure_dense_of
 from torchrec_picasso.app.runs.exchange_step import ExchangeStep, PhaseTimes
 from torchrec_picasso.app.runs.pace import Pace
-from torchrec_picasso.cost.local import DenseTimes
+from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.hot_cold import _COPY_NS, HotColdTotals, exchange_times
+from torchrec_picasso.cost.local import PHASES, DenseTimes, LocalCosts, PhaseCost, SideCosts
+from torchrec_picasso.cost.stock import stock_cost
+from torchrec_picasso.cost.table_work import TableLoad, TableWork
 
 POOLED = Question(model="columns", data=UNIFORM, batch_size=256, max_rows=50, dim=8)
 SEQUENCES = SequenceJob(placement={"*": 0})
@@ -83,7 +88,7 @@ def _probe_in(rank: int, world_size: int, shares_s: list[tuple[float, float]]) -
             return run(step, batch)
 
         local_probe.ExchangeStep.run = counted  # type: ignore
-        work, _ = local_probe._probe(step, True, probe, group, device, share_s[rank])
+        (work, *_), _ = local_probe._probe(step, True, probe, group, device, share_s[rank])
         found.append((work.lookups, len(batches)))
     return found
 
@@ -97,6 +102,117 @@ def test_a_probe_without_time_takes_few_steps_of_few_samples_on_all_ranks() -> N
 def test_probes_with_the_same_tables_share_a_sharded_module() -> None:
     groups = [dims for dims, _ in groupby(local_probe.PROBES, lambda probe: probe.table_dims)]
     assert len(groups) == len(set(groups)) < len(local_probe.PROBES)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("probe", local_probe.PROBES, ids=str)
+def test_what_costs_are_fitted_to_is_what_they_price(
+    probe: local_probe._Probe, num_ranks: int
+) -> None:
+    each = PhaseCost(
+        **{field.name: 1.0 + i for i, field in enumerate(dataclasses.fields(PhaseCost))}
+    )
+    of_stock = dataclasses.replace(each, row_ns=0.0)  # a row's costs are those of its update
+    ours, stocks = (SideCosts(input_dist=c, forward=c, backward=c) for c in (each, of_stock))
+    curves = CommCurves.assumed(
+        num_ranks, gbytes_per_s=1.0, local=LocalCosts(hot_cold=ours, stock=stocks)
+    )
+    size, used = probe.batch_size, probe.used_rows
+    works = [
+        TableWork(
+            TableLoad(name="", num_embeddings=used, dim=dim, lookups=size * probe.ids, bags=size),
+            num_ranks,
+        )
+        for dim in probe.table_dims
+    ]
+    totals = HotColdTotals.sum(HotColdTotals.from_table(work, 0) for work in works)
+    priced = exchange_times(totals, curves.local, num_packs=probe.packs)
+    copies_ms = 4 * totals.cold_elements * _COPY_NS * 1e-6 * (probe.packs > 1)
+    fitted = local_probe._works(probe, num_ranks, is_hot_cold=True)
+    assert sum(map(each.ms, fitted)) + copies_ms == pytest.approx(
+        sum(dataclasses.asdict(priced).values())
+    )
+    stock = stock_cost("table_wise", works, curves, num_ranks)
+    fitted = local_probe._works(probe, num_ranks, is_hot_cold=False)
+    assert sum(map(each.ms, fitted)) == pytest.approx(stock.compute_ms)
+
+
+def _costs(factor: float) -> SideCosts:
+    """Costs that fits find again: one term of each phase."""
+    phases = PhaseCost(lookup_ns=factor), PhaseCost(fixed_ms=factor), PhaseCost(update_ns=factor)
+    return SideCosts(**dict(zip(PHASES, phases)))  # type: ignore[arg-type]
+
+
+class _CrowdedPace(Pace):
+    """A rank's host has half as many cores as that of the rank before."""
+
+    def sample(self) -> None:
+        self.ratios.append(4.0)
+
+    def slowdown(self, num_ranks: int) -> float:
+        assert num_ranks == 2
+        return 1.0 + dist.get_rank()
+
+
+def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], int, int]:
+    """Costs that are fitted to times of known costs, shares of the time, windows, and progress."""
+    shares_s, advanced, pace = [], [], _CrowdedPace()
+
+    def probed(
+        step: None, is_hot_cold: bool, probe: Any, pg: Any, device: Any, share_s: float
+    ) -> tuple[Any, list[float]]:
+        shares_s.append(share_s)
+        works = local_probe._works(probe, 2, is_hot_cold=is_hot_cold)
+        costs = _costs(1.0 if is_hot_cold else 2.0)
+        return works, [getattr(costs, phase).ms(work) for phase, work in zip(PHASES, works)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_probe, "_exchange_step", lambda *_: None)
+        patch.setattr(local_probe, "_probe", probed)
+        local = local_probe.measure_local_costs(
+            advance=lambda: advanced.append(True), pace=pace, budget_s=2800.0
+        )
+    return local, shares_s, len(pace.ratios), len(advanced)
+
+
+def test_costs_of_both_sides_are_those_of_the_slowest_host() -> None:
+    first, second = run_ranks(_measured_in, 2, timeout_s=120)
+    local, shares_s, num_windows, num_advanced = first
+    assert second[0] == local
+    assert local.measured
+    for side, factor in ((local.hot_cold, 1.0), (local.stock, 2.0)):
+        for phase in PHASES:
+            found, expected = (getattr(each, phase) for each in (side, _costs(2 * factor)))
+            assert dataclasses.asdict(found) == pytest.approx(
+                dataclasses.asdict(expected), rel=1e-6, abs=1e-6
+            )
+    num_probes = 2 * len(local_probe.PROBES)
+    assert (num_windows, num_advanced) == (num_probes, len(local_probe.PROBES))
+    # equal shares of what is left, and nothing takes time
+    assert shares_s == pytest.approx([2800.0 / left for left in range(num_probes, 0, -1)], rel=0.01)
+
+
+def _step_costs_in(rank: int, world_size: int) -> list[tuple[float, float]]:
+    """What a step costs once, stock's and ours, where it takes long and where it takes no time."""
+    curves, found = CommCurves.assumed(2, gbytes_per_s=1.0), []
+    dense = DenseTimes(forward_ms=100.0, backward_ms=200.0, batch_size=step_probe._BATCH_SIZE)
+    for ms in ({"stock": 1000.0, "rows": 2000.0}, {"stock": 0.0, "rows": 0.0}):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step_probe, "measure_dense", lambda *_: dense)
+            patch.setattr(step_probe, "_step_ms", lambda steps, ms=ms: ms)
+            local = step_probe.with_step_costs(curves, torch.device("cpu")).local
+        found.append((local.stock.step_ms, local.hot_cold.step_ms))
+        assert local.hot_cold.forward == curves.local.hot_cold.forward
+    return found
+
+
+def test_what_a_step_costs_once_is_its_time_less_its_price() -> None:
+    first, second = run_ranks(_step_costs_in, 2, timeout_s=120)
+    assert first == second
+    (stock_ms, rows_ms), of_nothing = first
+    assert 650.0 < stock_ms < 700.0  # a dense part of 300 ms, and the tables' work
+    assert 1650.0 < rows_ms < 1700.0
+    assert of_nothing == (0.0, 0.0)
 
 
 def _clocks(slowdown: float) -> tuple[Callable[[], float], Callable[[], float]]:
