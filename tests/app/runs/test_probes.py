@@ -21,7 +21,7 @@ from tests.sharding.sequence_jobs import SequenceJob, SequenceModel
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs import local_probe
 from torchrec_picasso.app.runs.dense_probe import measure_dense_of
-from torchrec_picasso.app.runs.exchange_step import ExchangeStep, PhaseTimes
+from torchrec_picasso.app.runs.exchange_step import ExchangeStep
 from torchrec_picasso.app.runs.pace import Pace
 from torchrec_picasso.cost.local import DenseTimes
 
@@ -69,7 +69,7 @@ def test_all_ranks_get_the_times_of_the_slowest() -> None:
 
 
 def _probe_in(rank: int, world_size: int, shares_s: list[tuple[float, float]]) -> list[Any]:
-    """Lookups of a probe's batch, and its steps, by the time that each rank has left."""
+    """Samples of a probe's batch, and its steps, by the time that each rank has left."""
     probe = local_probe._Probe(tables=4, batch_size=256, dim=16, rows_per_sample=1)
     group, found, run = dist.group.WORLD, [], local_probe.ExchangeStep.run
     assert group is not None
@@ -78,20 +78,20 @@ def _probe_in(rank: int, world_size: int, shares_s: list[tuple[float, float]]) -
     for share_s in shares_s:
         batches: list[KeyedJaggedTensor] = []
 
-        def counted(step: ExchangeStep, batch: KeyedJaggedTensor) -> PhaseTimes:
+        def counted(step: ExchangeStep, batch: KeyedJaggedTensor) -> list[float]:
             batches.append(batch)  # noqa: B023
             return run(step, batch)
 
         local_probe.ExchangeStep.run = counted  # type: ignore
-        work, _ = local_probe._probe(step, True, probe, group, device, share_s[rank])
-        found.append((work.lookups, len(batches)))
+        part, _ = local_probe._measure(step, probe, device, share_s[rank])
+        found.append((part.batch_size, len(batches)))
     return found
 
 
 def test_a_probe_without_time_takes_few_steps_of_few_samples_on_all_ranks() -> None:
     shares_s = [(math.inf, math.inf), (0.0, math.inf), (math.inf, 0.0)]
     by_rank = run_ranks(_probe_in, 2, shares_s, timeout_s=120)
-    assert by_rank[0] == by_rank[1] == [(4 * 256, 2 + 2 + 5), (4 * 16, 2 + 3), (4 * 16, 2 + 3)]
+    assert by_rank[0] == by_rank[1] == [(256, 2 + 2 + 5), (16, 2 + 3), (16, 2 + 3)]
 
 
 def test_probes_with_the_same_tables_share_a_sharded_module() -> None:
