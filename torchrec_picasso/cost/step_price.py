@@ -128,7 +128,7 @@ class StepPricer:
             price = simulate_step(setting, times, shares, flags, forwards_first=forwards_first)
             prices.append(price)
         best = min(prices, key=lambda price: (price.step_ms, price.num_micro_batches))
-        return _longer(best, self.curves.local.hot_cold.step_ms)
+        return _longer(best, costs.hot_cold.step_ms)
 
     def sparse_dist(self, cost: StockCost) -> StepPrice:
         """Predicts a step under TorchRec's ``TrainPipelineSparseDist``. It sends the next batch's
