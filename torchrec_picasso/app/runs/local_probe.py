@@ -92,6 +92,7 @@ PROBES = (
 the last ones, if time runs short, are large enough with fewer samples, too."""
 _SIDES = "hot_cold", "table_wise"
 NUM_PROBES = len(_SIDES) * len(PROBES)
+"""How often :func:`measure_local_costs` calls ``between``."""
 
 
 def measure_local_costs(

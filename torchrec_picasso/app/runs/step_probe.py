@@ -74,14 +74,15 @@ class StepProbe:
             _take(steps, _WARMUP_STEPS)
         turn_s = (time.perf_counter() - began_s) * (1 + _TIMED_STEPS) / _WARMUP_STEPS
         fitting = times_fitting(_BUDGET_S, turn_s)
+        # of the calls of take_turn, those that time steps
         self._share = min(1.0, max(_FEWEST_TURNS, fitting) / num_turns)
-        self._asked = 0
+        self._num_calls = 0
         self._turns_ms: dict[str, list[float]] = {side: [] for side in self._steps}
 
     def take_turn(self) -> None:
-        """Times a few steps of each side, unless they are so slow that fewer turns fit."""
-        self._asked += 1
-        if int(self._asked * self._share) == int((self._asked - 1) * self._share):
+        """Times a few steps of each side; in some calls only, if steps are slow. Collective."""
+        self._num_calls += 1
+        if int(self._num_calls * self._share) == int((self._num_calls - 1) * self._share):
             return
         for side, steps in self._steps.items():
             _take(steps, 1)
