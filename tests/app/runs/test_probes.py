@@ -1,6 +1,7 @@
 """The dense part alone, of pooled models and of models of sequences; probes of local work within
 a time; what calibration says on a machine that others use."""
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -23,7 +24,9 @@ from torchrec_picasso.app.runs import local_probe
 from torchrec_picasso.app.runs.dense_probe import measure_dense_of
 from torchrec_picasso.app.runs.exchange_step import ExchangeStep
 from torchrec_picasso.app.runs.pace import Pace
-from torchrec_picasso.cost.local import DenseTimes
+from torchrec_picasso.app.runs.step_probe import StepProbe
+from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.local import DenseTimes, LocalCosts, SideCosts
 
 POOLED = Question(model="columns", data=UNIFORM, batch_size=256, max_rows=50, dim=8)
 SEQUENCES = SequenceJob(placement={"*": 0})
@@ -97,6 +100,26 @@ def test_a_probe_without_time_takes_few_steps_of_few_samples_on_all_ranks() -> N
 def test_probes_with_the_same_tables_share_a_sharded_module() -> None:
     groups = [dims for dims, _ in groupby(local_probe.PROBES, lambda probe: probe.table_dims)]
     assert len(groups) == len(set(groups)) < len(local_probe.PROBES)
+
+
+def _step_costs(rank: int, world_size: int) -> tuple[LocalCosts, list[str]]:
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore
+    logging.getLogger("torchrec_picasso").addHandler(handler)
+    steps = StepProbe(torch.device("cpu"), 3)
+    for _ in range(3):
+        steps.take_turn()
+    free = LocalCosts(hot_cold=SideCosts(), stock=SideCosts(), measured=True)
+    return steps.add_costs(CommCurves.assumed(2, gbytes_per_s=1.0, local=free)).local, logged
+
+
+def test_whole_steps_cost_the_same_on_all_ranks_and_their_small_model_is_not_told() -> None:
+    by_rank = run_ranks(_step_costs, 2, timeout_s=120)
+    local, logged = by_rank[0]
+    assert by_rank[1] == by_rank[0]
+    assert min(local.stock.step_ms, local.hot_cold.step_ms) > 0
+    assert not logged
 
 
 def _clocks(slowdown: float) -> tuple[Callable[[], float], Callable[[], float]]:

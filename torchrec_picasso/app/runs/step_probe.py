@@ -8,6 +8,7 @@ optimizer, and waits that grow with the number of exchanges, not with bytes.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -100,7 +101,10 @@ class StepProbe:
             batch_size=_BATCH_SIZE,
             debug=False,
         )
+        logger = logging.getLogger("torchrec_picasso.planner")
+        logger.disabled = True  # its warning of a plan without effect would be of this small model
         planner.plan(unsharded_model(self._config, self._source), hot_cold_sharders())
+        logger.disabled = False
         slowest = torch.tensor(list(self._turns_ms.values()), dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         own_ms = {
