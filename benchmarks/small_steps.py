@@ -13,8 +13,8 @@ take turns: the last shows whether the planner chose well. The axes of the map a
   machine.
 
 Every cell is a JSON file of its own in the folder; one that is there is not measured again, so a
-run that was stopped goes on. Each run measures the curves of a link before its first cell there
-and of each model: the speed of a shared machine changes within an hour.
+run that was stopped goes on. Before its first cell of each link and model a run measures the curves
+of the link: the speed of a shared machine changes within an hour.
 `summary.json` has the figures of all cells that are there, and `summary.png` their gains.
 """
 
@@ -53,7 +53,7 @@ _ROUNDS, _BLOCK_SAMPLES, _FEWEST_STEPS, _MOST_STEPS = 12, 8_192, 4, 32
 """A turn has as many steps as make this number of samples, within these bounds: short turns, and
 many, because the pace of a shared machine changes within seconds."""
 _EVEN = 0.98
-"""Gains from here on count as not below stock: turns of equal programs differ by this much."""
+"""Gains from here on count as not below stock; noise is larger (docs/dev/log.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +67,14 @@ class Cell:
         rate_mbit: Rate of the links; 0 = loopback.
         gain: Samples per second, ours over the best stock variant's, median of the rounds.
         gains: Smallest and largest of the rounds.
-        all_rows_gain: The same of ``all_rows``, median.
-        stock_ms: Step of that variant.
-        ours_ms: Our step.
-        stock_cpu_ms: CPU time of a rank in stock's step.
-        ours_cpu_ms: CPU time of a rank in our step.
+        all_rows_gain: Gain of ``all_rows``, median.
+        stock_ms: Step of the best stock variant, ms.
+        ours_ms: Our step, ms.
+        stock_cpu_ms: CPU time of a rank in stock's step, ms.
+        ours_cpu_ms: CPU time of a rank in our step, ms.
         hot_cold: Hot/cold tables of our plan.
         tables: Tables of the model.
-        setting: Micro-batches and lookahead of our pipeline.
+        setting: Micro-batches of our pipeline, and whether without lookahead.
         predicted: Predicted over measured step, minus 1, of the best stock variant, of ours and of
             ``all_rows``.
     """

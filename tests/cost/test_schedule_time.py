@@ -106,7 +106,7 @@ def test_a_message_that_takes_the_core_hides_nothing() -> None:
 
 
 def test_an_exposed_exchange_waits_behind_what_is_on_the_wire() -> None:
-    times = times_of(forward=OpTime(compute_ms=10, exposed=((Message(5), 2.0),)))
+    times = times_of(forward=OpTime(compute_ms=12, first=Message(5)))
     assert simulate_step(WHOLE, times) == StepPrice(step_ms=17, wire_ms=5, compute_ms=12)
     times["fetch_clean", None] = send(8)  # of the next batch, sent just before
     assert simulate_step(WHOLE, times).step_ms == pytest.approx(8 + 5 + 2 + 10)

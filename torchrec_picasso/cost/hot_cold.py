@@ -34,8 +34,8 @@ _LARGEST_INT32 = 2**31 - 1
 # of an element, beside the cost of a pack.
 _COPY_NS = 0.7
 _SORT_SHARE = 0.5
-"""Of the work on a lookup's id before its row is fetched: the sort by row. With it the backward of
-bags was predicted at 0.8 to 1.1 of what was measured, without it at 0.9 to 1.2 (six shapes)."""
+"""Of the work on a lookup's id before its row is fetched: the sort by row. At 0.5 the backward of
+bags was predicted at 0.8 to 1.1 of what was measured, at 1 at 0.9 to 1.2 (six shapes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class HotColdTotals(Summable):
         """Computes the work of one table; its most frequent rows are hot unless owner-pooled."""
         load = work.load
         if FORMS[form].sends_bags:
-            # The lookups of all ranks spread over the home ranks: on average as many as one batch.
+            # lookups of all ranks spread over the home ranks: on average as many as of one batch
             return HotColdTotals(
                 features=load.num_features,
                 rows=load.num_embeddings,
@@ -125,8 +125,7 @@ def exchange_times(
     """Predicts the local work of one step in ``num_parts`` micro-batches.
 
     A home rank pools the lookups of bags and sums their gradients by row with the operators of
-    row-exchanged tables, and sorts these lookups by row in backward. On average it has as many of
-    them as one rank's batch. Their ids are only sent.
+    row-exchanged tables, and sorts these lookups by row in backward. Their ids are only sent.
     """
     ids, fetched, updated = local_works(totals, num_modules, num_packs, num_parts)
     bag_work = LocalWork(

@@ -39,19 +39,18 @@ class Message:
 
 @dataclass(frozen=True)
 class OpTime:
-    """Durations of one operation: ``exposed``, computation, ``last``, then ``message``."""
+    """Durations of one operation: ``first``, computation, ``last``, then ``message``."""
 
     compute_ms: float = 0.0
     message: Message | None = None
     """Message that the operation sends at its end, without waiting for it."""
-    exposed: tuple[tuple[Message, float], ...] = ()
-    """Messages that the operation waits for, each with the computation that follows it: exchanges
-    that nothing hides."""
+    first: Message | None = None
+    """Message before the computation that the operation waits for: nothing hides it."""
     last: Message | None = None
-    """Message after the computation that the operation waits for."""
+    """The same after the computation."""
 
     def part(self, share: float) -> OpTime:
-        """Returns the part of one wave; operations with waves have no exposed messages."""
+        """Returns the part of one wave; these operations have neither ``first`` nor ``last``."""
         message = self.message
         if message is not None:
             latency_ms = message.latency_ms
@@ -105,9 +104,8 @@ def simulate_step(
             batch = step + op.batch
             for slot in slots:
                 machine.wait_until(arrival_ms.get((slot, batch), 0.0))  # 0: it was not sent
-            for message, work_ms in time.exposed:
-                machine.wait_until(machine.send(message))
-                machine.compute(work_ms)
+            if time.first is not None:
+                machine.wait_until(machine.send(time.first))
             machine.compute(time.compute_ms)
             if time.last is not None:
                 machine.wait_until(machine.send(time.last))
@@ -119,13 +117,13 @@ def simulate_step(
         num_micro_batches=setting.num_micro_batches,
         step_ms=(ends_ms[-1] - ends_ms[-3]) / 2,
         wire_ms=flags.ms + sum(_wire_ms(time) for _, time, _ in timed),
-        compute_ms=sum(t.compute_ms + sum(ms for _, ms in t.exposed) for _, t, _ in timed),
+        compute_ms=sum(time.compute_ms for _, time, _ in timed),
     )
 
 
 def _wire_ms(time: OpTime) -> float:
     """Sums the messages of an operation."""
-    messages = [*(message for message, _ in time.exposed), time.last, time.message]
+    messages = time.first, time.last, time.message
     return sum(message.ms for message in messages if message is not None)
 
 

@@ -128,7 +128,7 @@ class StepPricer:
             price = simulate_step(setting, times, shares, flags, forwards_first=forwards_first)
             prices.append(price)
         best = min(prices, key=lambda price: (price.step_ms, price.num_micro_batches))
-        return _longer(best, self.curves.local.hot_cold.step_ms)
+        return _longer(best, costs.hot_cold.step_ms)
 
     def sparse_dist(self, cost: StockCost) -> StepPrice:
         """Predicts a step under TorchRec's ``TrainPipelineSparseDist``. It sends the next batch's
@@ -231,11 +231,10 @@ class StepPricer:
             (("forward", 0), stock.forward_wire_ms, stock.forward_ms),
             (("backward", last_backward), stock.backward_wire_ms, stock.backward_ms),
         ):
-            op = times[key]
-            if wire_ms:
-                times[key] = replace(op, exposed=((Message(wire_ms), compute_ms),))
-            else:  # an empty message would wait for the others on the wire
-                times[key] = replace(op, compute_ms=op.compute_ms + compute_ms)
+            # an empty message would wait for the others on the wire
+            first = Message(wire_ms) if wire_ms else None
+            compute_ms += times[key].compute_ms
+            times[key] = replace(times[key], first=first, compute_ms=compute_ms)
         backward = "backward", last_backward
         times[backward] = replace(times[backward], last=self._dense_sum)
 

@@ -243,7 +243,7 @@ def _with_row_wise(load: TableLoad, stats: FrequencyStats, world_size: int) -> T
 def _lookups_by_home(
     load: TableLoad, stats: FrequencyStats, block_rows_W: Sequence[int], hot_H: Tensor
 ) -> tuple[float, ...]:
-    """Tells apart, by home rank, a rank's lookups of rows that have no replica."""
+    """Splits a rank's lookups of rows without a replica by home rank, shape ``(W,)``."""
     counts = stats.tables[load.name]
     cold_counts_U = counts.likely_counts * ~torch.isin(counts.rows_U, hot_H)
     home_U = np.searchsorted(np.cumsum(block_rows_W), counts.rows_U.numpy(), side="right")

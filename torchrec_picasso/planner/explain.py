@@ -42,8 +42,9 @@ def summarize(decision: Decision) -> dict[str, Any]:
 
     ``step_ms``: duration of the whole step under the schedule that runs it, with
     ``num_micro_batches`` (``None`` = nothing is interleaved). ``wire_ms`` and ``compute_ms``: lower
-    bounds of ``step_ms``. ``dense_ms``: the dense part, 0 if not known. ``priced_ms``: the step of
-    each priced plan without hot rows, empty if the caller gave ``hot_rows``. ``stock_ms``,
+    bounds of ``step_ms``. ``dense_ms``: the dense part, 0 if not known. ``sent_bytes``: mean over
+    ranks, for all tables; ``memory_bytes``: of hot/cold tables, by purpose. ``priced_ms``: the step
+    of each priced plan without hot rows, empty if the caller gave ``hot_rows``. ``stock_ms``,
     ``stock_sent_bytes`` and ``speedup`` are ``None`` if a table has no stock option. ``ranks``: by
     rank the lookups of all ranks' batches in its rows, of which it sends each distinct one once,
     and its bytes; stock tables and bags count as means. ``busiest_over_mean``: by quantity the
@@ -249,11 +250,11 @@ def _comparison(decision: Decision) -> str:
     over."""
     stock_ms, local = decision.priced_ms["stock"], decision.curves.local
     hot_cold_ms = decision.priced_ms[fastest_hot_cold(decision.priced_ms)]
-    measured = (
+    assumed = (
         ", on a fast core too: costs of local work are assumed, here those of a slow core; measure "
         "them with `torchrec-picasso calibrate`"
     )
     return (
         f"a step is predicted to take {stock_ms:.1f} ms with stock tables and {hot_cold_ms:.1f} ms "
         f"with hot/cold ones, which must save {least_gain_ms(stock_ms, local):.1f} ms"
-    ) + ("" if local.measured else measured)
+    ) + ("" if local.measured else assumed)

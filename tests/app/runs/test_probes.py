@@ -2,6 +2,7 @@
 a time; what calibration says on a machine that others use."""
 
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -22,8 +23,9 @@ from tests.sharding.sequence_jobs import SequenceJob, SequenceModel
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs import local_probe, step_probe
 from torchrec_picasso.app.runs.dense_probe import measure_dense_of
-from torchrec_picasso.app.runs.exchange_step import ExchangeStep, PhaseTimes
+from torchrec_picasso.app.runs.exchange_step import ExchangeStep
 from torchrec_picasso.app.runs.pace import Pace
+from torchrec_picasso.app.runs.step_probe import StepProbe
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.hot_cold import _COPY_NS, HotColdTotals, exchange_times
 from torchrec_picasso.cost.local import PHASES, DenseTimes, LocalCosts, PhaseCost, SideCosts
@@ -74,7 +76,7 @@ def test_all_ranks_get_the_times_of_the_slowest() -> None:
 
 
 def _probe_in(rank: int, world_size: int, shares_s: list[tuple[float, float]]) -> list[Any]:
-    """Lookups of a probe's batch, and its steps, by the time that each rank has left."""
+    """Samples of a probe's batch, and its steps, by the time that each rank has left."""
     probe = local_probe._Probe(tables=4, batch_size=256, dim=16, rows_per_sample=1)
     group, found, run = dist.group.WORLD, [], local_probe.ExchangeStep.run
     assert group is not None
@@ -83,20 +85,20 @@ def _probe_in(rank: int, world_size: int, shares_s: list[tuple[float, float]]) -
     for share_s in shares_s:
         batches: list[KeyedJaggedTensor] = []
 
-        def counted(step: ExchangeStep, batch: KeyedJaggedTensor) -> PhaseTimes:
+        def counted(step: ExchangeStep, batch: KeyedJaggedTensor) -> list[float]:
             batches.append(batch)  # noqa: B023
             return run(step, batch)
 
         local_probe.ExchangeStep.run = counted  # type: ignore
-        (work, *_), _ = local_probe._probe(step, True, probe, group, device, share_s[rank])
-        found.append((work.lookups, len(batches)))
+        part, _ = local_probe._measure(step, probe, device, share_s[rank])
+        found.append((part.batch_size, len(batches)))
     return found
 
 
 def test_a_probe_without_time_takes_few_steps_of_few_samples_on_all_ranks() -> None:
     shares_s = [(math.inf, math.inf), (0.0, math.inf), (math.inf, 0.0)]
     by_rank = run_ranks(_probe_in, 2, shares_s, timeout_s=120)
-    assert by_rank[0] == by_rank[1] == [(4 * 256, 2 + 2 + 5), (4 * 16, 2 + 3), (4 * 16, 2 + 3)]
+    assert by_rank[0] == by_rank[1] == [(256, 2 + 2 + 5), (16, 2 + 3), (16, 2 + 3)]
 
 
 def test_probes_with_the_same_tables_share_a_sharded_module() -> None:
@@ -155,29 +157,30 @@ class _CrowdedPace(Pace):
 
 
 def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], int, int]:
-    """Costs that are fitted to times of known costs, shares of the time, windows, and progress."""
-    shares_s, advanced, pace = [], [], _CrowdedPace()
+    """Costs that are fitted to times of known costs, shares of the time, windows, and calls."""
+    shares_s, called, pace = [], [], _CrowdedPace()
 
-    def probed(
-        step: None, is_hot_cold: bool, probe: Any, pg: Any, device: Any, share_s: float
-    ) -> tuple[Any, list[float]]:
+    def measured(
+        side: str, probe: Any, device: Any, share_s: float
+    ) -> tuple[local_probe._Probe, list[float]]:
         shares_s.append(share_s)
+        is_hot_cold = side == "hot_cold"
         works = local_probe._works(probe, 2, is_hot_cold=is_hot_cold)
         costs = _costs(1.0 if is_hot_cold else 2.0)
-        return works, [getattr(costs, phase).ms(work) for phase, work in zip(PHASES, works)]
+        return probe, [getattr(costs, phase).ms(work) for phase, work in zip(PHASES, works)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_probe, "_exchange_step", lambda *_: None)
-        patch.setattr(local_probe, "_probe", probed)
+        patch.setattr(local_probe, "_exchange_step", lambda side, *_: side)
+        patch.setattr(local_probe, "_measure", measured)
         local = local_probe.measure_local_costs(
-            advance=lambda: advanced.append(True), pace=pace, budget_s=2800.0
+            between=lambda: called.append(True), pace=pace, budget_s=2800.0
         )
-    return local, shares_s, len(pace.ratios), len(advanced)
+    return local, shares_s, len(pace.ratios), len(called)
 
 
 def test_costs_of_both_sides_are_those_of_the_slowest_host() -> None:
     first, second = run_ranks(_measured_in, 2, timeout_s=120)
-    local, shares_s, num_windows, num_advanced = first
+    local, shares_s, num_windows, num_calls = first
     assert second[0] == local
     assert local.measured
     for side, factor in ((local.hot_cold, 1.0), (local.stock, 2.0)):
@@ -186,8 +189,8 @@ def test_costs_of_both_sides_are_those_of_the_slowest_host() -> None:
             assert dataclasses.asdict(found) == pytest.approx(
                 dataclasses.asdict(expected), rel=1e-6, abs=1e-6
             )
-    num_probes = 2 * len(local_probe.PROBES)
-    assert (num_windows, num_advanced) == (num_probes, len(local_probe.PROBES))
+    num_probes = local_probe.NUM_PROBES
+    assert num_windows == num_calls == num_probes == 2 * len(local_probe.PROBES)
     # equal shares of what is left, and nothing takes time
     assert shares_s == pytest.approx([2800.0 / left for left in range(num_probes, 0, -1)], rel=0.01)
 
@@ -196,11 +199,13 @@ def _step_costs_in(rank: int, world_size: int) -> list[tuple[float, float]]:
     """What a step costs once, stock's and ours, where it takes long and where it takes no time."""
     curves, found = CommCurves.assumed(2, gbytes_per_s=1.0), []
     dense = DenseTimes(forward_ms=100.0, backward_ms=200.0, batch_size=step_probe._BATCH_SIZE)
-    for ms in ({"stock": 1000.0, "rows": 2000.0}, {"stock": 0.0, "rows": 0.0}):
+    steps = StepProbe(torch.device("cpu"), 3)
+    for late_ms in (1000.0 + 1000.0 * rank, 0.0):
+        # the median over turns of the slowest rank: 2000 ms of ours, 1000 of stock's
+        steps._turns_ms = {"stock": [late_ms / 2] * 3, "rows": [late_ms, 0.0, late_ms]}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step_probe, "measure_dense", lambda *_: dense)
-            patch.setattr(step_probe, "_step_ms", lambda steps, ms=ms: ms)
-            local = step_probe.with_step_costs(curves, torch.device("cpu")).local
+            local = steps.add_costs(curves).local
         found.append((local.stock.step_ms, local.hot_cold.step_ms))
         assert local.hot_cold.forward == curves.local.hot_cold.forward
     return found
@@ -213,6 +218,26 @@ def test_what_a_step_costs_once_is_its_time_less_its_price() -> None:
     assert 650.0 < stock_ms < 700.0  # a dense part of 300 ms, and the tables' work
     assert 1650.0 < rows_ms < 1700.0
     assert of_nothing == (0.0, 0.0)
+
+
+def _step_costs(rank: int, world_size: int) -> tuple[LocalCosts, list[str]]:
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore
+    logging.getLogger("torchrec_picasso").addHandler(handler)
+    steps = StepProbe(torch.device("cpu"), 3)
+    for _ in range(3):
+        steps.take_turn()
+    free = LocalCosts(hot_cold=SideCosts(), stock=SideCosts(), measured=True)
+    return steps.add_costs(CommCurves.assumed(2, gbytes_per_s=1.0, local=free)).local, logged
+
+
+def test_whole_steps_cost_the_same_on_all_ranks_and_their_small_model_is_not_told() -> None:
+    by_rank = run_ranks(_step_costs, 2, timeout_s=120)
+    local, logged = by_rank[0]
+    assert by_rank[1] == by_rank[0]
+    assert min(local.stock.step_ms, local.hot_cold.step_ms) > 0
+    assert not logged
 
 
 def _clocks(slowdown: float) -> tuple[Callable[[], float], Callable[[], float]]:

@@ -66,7 +66,7 @@ def calibrate_on_rank(
         rank: This rank.
         world_size: Ranks in the default process group.
         max_bytes: Largest buffer per rank.
-        seconds_per_point: Largest time per size, approximate.
+        seconds_per_point: Largest time per size and collective, seconds, approximate.
         with_local: Whether to measure local costs.
         budget_s: Seconds for all network measurements.
         config: Configuration of a model whose dense part is timed.

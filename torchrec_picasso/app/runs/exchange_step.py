@@ -5,9 +5,7 @@ A sharded EmbeddingBagCollection gets ready batches and a fixed gradient of its 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,15 +22,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_picasso.app.runs.placements import Placement
 
 _LEARNING_RATE = 0.01
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhaseTimes:
-    """Milliseconds of one step on this rank."""
-
-    input_dist_ms: float
-    forward_ms: float
-    backward_ms: float
 
 
 def bag_collection(rows_T: Sequence[int], dims_T: Sequence[int]) -> EmbeddingBagCollection:
@@ -81,11 +70,10 @@ class ExchangeStep:
         collection: EmbeddingBagCollection,
         placement: Placement,
         pg: dist.ProcessGroup,
-        device: torch.device | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        device: torch.device,
+        clock: Callable[[], float],
     ) -> None:
-        self._device = device or torch.device("cpu")
-        self._clock = clock
+        self._device, self._clock = device, clock
         self._module: Any = DistributedModelParallel(
             module=collection,
             env=ShardingEnv.from_process_group(pg),
@@ -97,8 +85,8 @@ class ExchangeStep:
         for state in local_tensors(self._module.fused_optimizer.state_dict()["state"]):
             state.mul_(1)  # page in the memory, which would slow the first steps
 
-    def run(self, batch: KeyedJaggedTensor) -> PhaseTimes:
-        """Takes one step on this rank's batch; returns its times. Collective."""
+    def run(self, batch: KeyedJaggedTensor) -> list[float]:
+        """Takes one step on this rank's batch; returns the ms of each of ``PHASES``. Collective."""
         started_s = self._now_s()
         ctx = self._module.create_context()
         dist_input = self._module.input_dist(ctx, batch).wait().wait()
@@ -110,11 +98,8 @@ class ExchangeStep:
         before_s = self._now_s()
         pooled.backward(self._grad)
         end_s = self._now_s()
-        return PhaseTimes(
-            input_dist_ms=(received_s - started_s) * 1e3,
-            forward_ms=(pooled_s - received_s) * 1e3,
-            backward_ms=(end_s - before_s) * 1e3,
-        )
+        spans_s = received_s - started_s, pooled_s - received_s, end_s - before_s
+        return [1e3 * span_s for span_s in spans_s]
 
     def _now_s(self) -> float:
         if self._device.type == "cuda":

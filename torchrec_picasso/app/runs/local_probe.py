@@ -2,9 +2,9 @@
 
 On the CPU the timer is the CPU time of the training thread, which excludes waiting for the network,
 scaled by the slowdown of a busy loop on all ranks that share the cores (:mod:`.pace`). An
-accelerator has no such timer: there each rank probes in a group of its own. The shapes vary tables,
-batch size, columns, repetition and ids per bag, so that each coefficient of :class:`LocalWork` can
-be fitted.
+accelerator has no such timer: there each rank is a group of its own and waits for none. The probes
+vary tables, batch size, columns, repetition and ids per bag, so that each coefficient of
+:class:`.PhaseCost` can be fitted.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from torchrec_picasso.app.runs.exchange_step import (
-    ExchangeStep,
-    PhaseTimes,
-    bag_batch,
-    bag_collection,
-)
+from torchrec_picasso.app.runs.exchange_step import ExchangeStep, bag_batch, bag_collection
 from torchrec_picasso.app.runs.pace import Pace, times_fitting
 from torchrec_picasso.app.runs.placements import make_placement
 from torchrec_picasso.cost import hot_cold, stock
@@ -33,17 +28,19 @@ from torchrec_picasso.cost.local import PHASES, LocalCosts, LocalWork, PhaseCost
 from torchrec_picasso.cost.stock import StockTotals
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 
-_BUDGET_S = 18.0
+_BUDGET_S = 18.0  # on a slow core 16 to 21 of 28 probes keep all samples (docs/dev/log.md)
 _WARMUP_STEPS, _FEWEST_STEPS, _MOST_STEPS = 2, 3, 5
 _FEW, _GROWTH = 1 / 16, 4
-"""Share of the samples in the first steps, and the least that a slow core or network leaves of a
-probe; it grows by this factor where the time allows."""
+"""Share of its samples that a probe begins with, and keeps on a slow core or network; where time
+allows, it grows by this factor."""
 _TABLES_BYTES = 1 << 27  # larger than caches and TLB
 _ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Probe:
+    """Tables of one module, and the ids of a rank's batch."""
+
     tables: int
     batch_size: int
     dim: int
@@ -90,10 +87,11 @@ PROBES = (
     _Probe(tables=26, batch_size=3072, dim=128, rows_per_sample=1 / 8),
     _Probe(tables=26, batch_size=1024, dim=128, rows_per_sample=1, ids=5),
 )
-"""Those with the same tables follow each other, as sharding takes longer than many a probe's steps.
-The last ones are large enough with fewer samples, too."""
+"""Those with the same tables follow each other, as sharding takes longer than many a probe's steps;
+the last ones, if time runs short, are large enough with fewer samples, too."""
 _SIDES = "hot_cold", "table_wise"
 NUM_PROBES = len(_SIDES) * len(PROBES)
+"""How often :func:`measure_local_costs` calls ``between``."""
 
 
 def measure_local_costs(
@@ -132,13 +130,15 @@ def measure_local_costs(
             for probe in probes:
                 pace.sample()
                 share_s = (end_s - time.perf_counter()) / num_left
-                results.append(_probe(step, placement == "hot_cold", probe, pg, device, share_s))
+                part, phases_ms = _measure(step, probe, device, share_s)
+                is_hot_cold = placement == "hot_cold"
+                results.append((_works(part, pg.size(), is_hot_cold=is_hot_cold), phases_ms))
                 num_left -= 1
                 start_s = time.perf_counter()
                 between()
                 end_s += time.perf_counter() - start_s
             del step
-            gc.collect()  # tables
+            gc.collect()  # frees the tables
     slowdown = 1.0
     if device.type == "cpu":
         slowest = torch.tensor(pace.slowdown(dist.get_world_size()), dtype=torch.float64)
@@ -148,7 +148,7 @@ def measure_local_costs(
     for placement, results in measured.items():
         works, times = zip(*results)
         input_dist, forward, backward = (
-            PhaseCost.fit(phase_works, [ms * slowdown for ms in phase_ms])
+            PhaseCost.fit(phase_works, [slowdown * ms for ms in phase_ms])
             for phase_works, phase_ms in zip(zip(*works), zip(*times))
         )
         costs[placement] = SideCosts(input_dist=input_dist, forward=forward, backward=backward)
@@ -172,27 +172,25 @@ def _exchange_step(
     return ExchangeStep(collection, placement, pg, device, clock)
 
 
-def _probe(
-    step: ExchangeStep,
-    is_hot_cold: bool,
-    probe: _Probe,
-    pg: dist.ProcessGroup,
-    device: torch.device,
-    share_s: float,
-) -> tuple[Sequence[LocalWork], list[float]]:
-    """Work of a shape and ms, by phase: the median over steps of the slowest rank."""
-    end_s = time.perf_counter() + share_s
+def _measure(
+    step: ExchangeStep, probe: _Probe, device: torch.device, budget_s: float
+) -> tuple[_Probe, list[float]]:
+    """Times the part of a probe that fits into some seconds. Collective.
+
+    Returns that part, and ms by phase: the median over steps of the slowest rank.
+    """
+    end_s = time.perf_counter() + budget_s
     generator = torch.Generator().manual_seed(dist.get_rank())
 
-    def take(probe: _Probe) -> tuple[float, PhaseTimes]:
-        """Seconds of a step, and its times."""
-        shape = probe.tables, probe.batch_size, probe.ids
-        ids_TBL = torch.randint(probe.used_rows, shape, generator=generator)
-        ids_TBL *= probe.table_rows // probe.used_rows  # scatter the rows in use over the table
+    def take(part: _Probe) -> tuple[float, list[float]]:
+        """Seconds of a step, waits included, and its ms by phase."""
+        shape = part.tables, part.batch_size, part.ids
+        ids_TBL = torch.randint(part.used_rows, shape, generator=generator)
+        ids_TBL *= part.table_rows // part.used_rows  # scatter the rows in use over the table
         dist.barrier()
         start_s = time.perf_counter()
-        taken = step.run(bag_batch(ids_TBL).to(device))
-        return time.perf_counter() - start_s, taken
+        phases_ms = step.run(bag_batch(ids_TBL).to(device))
+        return time.perf_counter() - start_s, phases_ms
 
     def fitting(step_s: float) -> float:
         return times_fitting(end_s - time.perf_counter(), step_s)
@@ -200,17 +198,14 @@ def _probe(
     share = _FEW
     for _ in range(_WARMUP_STEPS):
         step_s, _ = take(probe.part(share))
-    while share < 1 and fitting(_GROWTH * step_s) > _FEWEST_STEPS + 1:
+    while share < 1 and fitting(_GROWTH * step_s) > _FEWEST_STEPS + 1:  # one warms up
         share *= _GROWTH
         step_s, _ = take(probe.part(share))
     num_timed = int(min(_MOST_STEPS, max(_FEWEST_STEPS, fitting(step_s))))
-    probe = probe.part(share)
-    taken = [take(probe) for _ in range(num_timed)]
-    times = [[getattr(found, f"{phase}_ms") for phase in PHASES] for _, found in taken]
-    slowest = torch.tensor(times, dtype=torch.float64)
+    part = probe.part(share)
+    slowest = torch.tensor([take(part)[1] for _ in range(num_timed)], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    works = _works(probe, pg.size(), is_hot_cold=is_hot_cold)
-    return works, [median(times_ms) for times_ms in slowest.T.tolist()]
+    return part, [median(times_ms) for times_ms in slowest.T.tolist()]
 
 
 def _works(probe: _Probe, num_ranks: int, *, is_hot_cold: bool) -> Sequence[LocalWork]:

@@ -8,6 +8,7 @@ optimizer, and waits that grow with the number of exchanges, not with bytes.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -74,14 +75,15 @@ class StepProbe:
             _take(steps, _WARMUP_STEPS)
         turn_s = (time.perf_counter() - began_s) * (1 + _TIMED_STEPS) / _WARMUP_STEPS
         fitting = times_fitting(_BUDGET_S, turn_s)
+        # of the calls of take_turn, those that time steps
         self._share = min(1.0, max(_FEWEST_TURNS, fitting) / num_turns)
-        self._asked = 0
+        self._num_calls = 0
         self._turns_ms: dict[str, list[float]] = {side: [] for side in self._steps}
 
     def take_turn(self) -> None:
-        """Times a few steps of each side, unless they are so slow that fewer turns fit."""
-        self._asked += 1
-        if int(self._asked * self._share) == int((self._asked - 1) * self._share):
+        """Times a few steps of each side; in some calls only, if steps are slow. Collective."""
+        self._num_calls += 1
+        if int(self._num_calls * self._share) == int((self._num_calls - 1) * self._share):
             return
         for side, steps in self._steps.items():
             _take(steps, 1)
@@ -99,7 +101,10 @@ class StepProbe:
             batch_size=_BATCH_SIZE,
             debug=False,
         )
+        logger = logging.getLogger("torchrec_picasso.planner")
+        logger.disabled = True  # its warning of a plan without effect would be of this small model
         planner.plan(unsharded_model(self._config, self._source), hot_cold_sharders())
+        logger.disabled = False
         slowest = torch.tensor(list(self._turns_ms.values()), dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         own_ms = {
