@@ -196,6 +196,7 @@ def test_a_size_that_takes_longer_than_foreseen_is_the_last() -> None:
     # the first collective of 256 KiB used all the time that was left: 5 calls of 1.4 s
     assert sizes == [4, 3, 3, 3, 3]
     assert 5.0 < seconds < 15.0
+    assert curves.wire_core_ns is not None  # a small part of the time is always left for it
 
 
 class LossyLink(SlowLink):

@@ -32,6 +32,8 @@ _MIN_SIZES = 2  # a slope needs two points
 _WARMUPS, _MIN_REPEATS, _MAX_REPEATS = 2, 3, 40
 _MORE_TIMES = 4  # that a disturbed size is measured
 _SHARE = 1 / 3
+_LEAST_SHARE = 1 / 20
+"""Of the budget, for the CPU time per byte: where a machine is disturbed, nothing may be left."""
 _LATE_MS = 1.0  # delay of the late rank
 _CALLS = {**dict.fromkeys(COLLECTIVES, 1), "row_exchange": 2, **dict.fromkeys(LEVELS, 4)}
 """Calls in a row that a time is the mean of. A rank that leaves the barrier late times the rest of
@@ -137,11 +139,11 @@ class Measurement:
 
     def _core_ns_per_byte(self, row_exchange: Curve) -> float | None:
         """Measures the CPU time per byte of a row exchange, nanoseconds, on the busiest rank, with
-        the largest size that fits into the budget; ``None`` for one rank, for other devices than
-        the CPU, and if no time is left."""
+        the largest size that fits into what is left of the budget, or into a small part of it;
+        ``None`` for one rank, for other devices than the CPU, and if none fits."""
         if self.device.type != "cpu" or self.group.size() == 1:
             return None
-        left_ms = self._left_s() * 1e3
+        left_ms = max(self._left_s(), _LEAST_SHARE * self.budget_s) * 1e3
         points = zip(row_exchange.sent_bytes, row_exchange.ms)
         fitting = [sent for sent, ms in points if ms * (1 + _MIN_REPEATS) <= left_ms]
         if not fitting:
