@@ -274,6 +274,48 @@ def test_bags_send_lookups_lengths_and_pooled_vectors() -> None:
     assert bags.wire_ms < rows.wire_ms / 2
 
 
+@pytest.mark.parametrize(
+    ("phase", "term", "where", "number"),
+    [
+        # a home rank gets no row numbers of bags; their lookups are sorted in backward
+        ("input_dist", "update_ns", "update_ms", 0),
+        ("input_dist", "lookup_ns", "update_ms", 3 * BATCH / 2),
+        ("forward", "lookup_ns", "bag_pool_ms", 3 * BATCH),
+        ("forward", "row_ns", "gather_ms", BATCH),
+        ("forward", "update_ns", "gather_ms", "home rows"),
+        ("backward", "lookup_ns", "update_ms", 3 * BATCH),
+        ("backward", "bag_element_ns", "update_ms", DIM * BATCH),
+        ("backward", "update_ns", "update_ms", "home rows"),
+        ("stock's input_dist", "lookup_ns", "ids_ms", 3 * BATCH),
+    ],
+)
+def test_each_work_on_bags_has_its_price_once(
+    phase: str, term: str, where: str, number: float | str
+) -> None:
+    item, own = work(pooling=3), phase.removeprefix("stock's ")
+    costs = SideCosts(**{own: PhaseCost(**{term: 1e6})})  # type: ignore[arg-type]
+    is_own = own == phase
+    local = dataclasses.replace(FREE, **{"hot_cold" if is_own else "stock": costs})  # type: ignore[arg-type]
+    times = dataclasses.asdict(exchange_times(HotColdTotals.from_table(item, 0, "bags"), local))
+    expected = item.unique_anywhere / 2 if isinstance(number, str) else number
+    assert times == pytest.approx(dict.fromkeys(times, 0.0) | {where: expected})
+
+
+def test_elements_of_several_packs_are_copied_twice_each_way() -> None:
+    totals = HotColdTotals.from_table(work(), 0)
+    one, two = (exchange_times(totals, FREE, num_packs=packs) for packs in (1, 2))
+    assert one.gather_ms == one.update_ms == 0.0
+    assert two.gather_ms == two.update_ms == pytest.approx(2 * totals.cold_elements * 0.7e-6)
+
+
+def test_home_rows_are_read_once_in_forward() -> None:
+    item = work()
+    local = dataclasses.replace(FREE, hot_cold=SideCosts(forward=PhaseCost(update_ns=1e6)))
+    for num_hot in (0, 100):  # replicas are read where they are
+        times = exchange_times(HotColdTotals.from_table(item, num_hot), local)
+        assert times.gather_ms == pytest.approx(item.split(num_hot).cold_touched / 2)
+
+
 def test_bags_are_never_fetched_ahead() -> None:
     # nothing of them is clean: all of it is exposed where steps meet, or hidden under parts
     bags = HotColdTotals.sum([HotColdTotals.from_table(work(pooling=2), 0, "bags")] * 20)

@@ -36,7 +36,7 @@ from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.placement import HotColdParams
 from torchrec_picasso.planner import hot_cold_planner
-from torchrec_picasso.planner.explain import summarize
+from torchrec_picasso.planner.explain import summarize, why_nothing_is_hot_cold
 from torchrec_picasso.planner.planner import HotColdPlanner
 
 SLOW = CommCurves.assumed(2, gbytes_per_s=0.001, latency_ms=0.1)
@@ -97,6 +97,20 @@ def test_where_the_exchange_costs_more_tables_stay_stock_and_the_log_says_so(
     summary = summarize(planner.decision)
     assert summary["hot_rows"] == 0
     assert summary["speedup"] == pytest.approx(1.0)
+
+
+def test_the_plan_that_stock_was_compared_with_is_named() -> None:
+    decision = planned(curves=FAST)[0].decision
+    # mixed must be 18 % below both others, so stock was compared with rows
+    priced_ms = {"stock": 10.0, "rows": 9.9, "bags": 11.0, "mixed": 8.5}
+    local = LocalCosts(hot_cold=SideCosts(), measured=True)
+    decision = dataclasses.replace(
+        decision, priced_ms=priced_ms, curves=dataclasses.replace(FAST, local=local)
+    )
+    assert why_nothing_is_hot_cold(decision) == (
+        "a step is predicted to take 10.0 ms with stock tables and 9.9 ms with hot/cold ones, "
+        "which must save 0.3 ms"
+    )
 
 
 def test_a_plan_without_a_hot_cold_table_says_why(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 
 from tests.proof.models import Head, make_batch, proved
+from torchrec_picasso.proof.inputs import form_of
 from torchrec_picasso.proof.proof import prove
 
 SCALE = 1.0
@@ -115,6 +116,13 @@ def test_a_batch_of_another_form_is_seen() -> None:
     assert "the batch" in str(guard.changed(batch))
     batch.labels = labels
     assert guard.changed(batch) is None
+
+
+def test_a_number_of_samples_that_is_a_stride_too_hides_nothing() -> None:
+    cube = torch.ones(4, 4, 4)
+    assert form_of(cube) != form_of(cube.transpose(1, 2))
+    assert form_of(torch.ones(4, 2, 4)) == form_of(torch.ones(3, 2, 4))
+    assert form_of(torch.ones(4, 5).t()) == form_of(torch.ones(4, 3).t())
 
 
 def test_settings_of_torch_are_watched() -> None:

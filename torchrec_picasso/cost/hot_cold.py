@@ -127,7 +127,7 @@ def exchange_times(
     A home rank pools the lookups of bags and sums their gradients by row with the operators of
     row-exchanged tables, and sorts these lookups by row in backward. Their ids are only sent.
     """
-    ids, fetched, updated = _works(totals, num_modules, num_packs, num_parts)
+    ids, fetched, updated = local_works(totals, num_modules, num_packs, num_parts)
     bag_work = LocalWork(
         lookups=totals.bag_lookups,
         lookup_elements=totals.bag_lookup_elements,
@@ -152,10 +152,11 @@ def exchange_times(
     )
 
 
-def _works(
-    totals: HotColdTotals, num_modules: int, num_packs: int, num_parts: int
+def local_works(
+    totals: HotColdTotals, num_modules: int = 1, num_packs: int = 1, num_parts: int = 1
 ) -> tuple[LocalWork, LocalWork, LocalWork]:
-    """Returns the work on ids, in forward and in backward; a received bag is copied like a row."""
+    """Returns the work on ids, in forward and in backward: costs are fitted to it, and price it. A
+    received bag is copied like a row."""
     row_elements = totals.unique_elements + totals.bag_elements
     fetched = LocalWork(
         calls=num_modules,
@@ -167,6 +168,7 @@ def _works(
         row_elements=row_elements,
         # pooled output of one micro-batch; rows and their gradients of the whole batch
         buffer_elements=totals.pooled_elements / num_parts + 2 * row_elements,
+        updated=totals.updated + totals.bag_updated,  # home rows, which are read
         packs=num_packs - 1,
     )
     # every rank updates all touched replicas and its own home rows
@@ -174,7 +176,7 @@ def _works(
         fetched,
         rows=totals.cold + totals.touched + totals.bags,
         row_elements=totals.cold_elements + totals.touched_elements + totals.bag_elements,
-        updated=totals.updated + totals.touched + totals.bag_updated,
+        updated=fetched.updated + totals.touched,
     )
     ids = replace(fetched, rows=totals.unique, row_elements=totals.unique_elements)
     return replace(ids, buffer_elements=0.0, updated=totals.updated), fetched, updated

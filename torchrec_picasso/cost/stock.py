@@ -128,8 +128,6 @@ def cost_of_totals(
     if not totals.features:
         return StockCost()
     to_others = (world_size - 1) / world_size
-    # a partial sum of every bag of all ranks is written, with rows of it here or not
-    output = totals.vector_elements * uneven + totals.summed_elements * world_size
     # gloo's all-to-all carries one direction at a time, and the busiest rank sends more than the
     # mean in forward and receives more in backward, never both
     both_ways = (1 + uneven) / 2
@@ -146,17 +144,7 @@ def cost_of_totals(
             found = dict.fromkeys(found, busiest_bytes[purpose])
         return sum(exchange_ms(*each) for each in found.items())
 
-    work = LocalWork(
-        calls=num_modules,
-        features=totals.features,
-        lookups=totals.lookups * uneven,
-        rows=totals.rows * uneven,
-        lookup_elements=totals.lookup_elements * uneven,
-        bag_elements=output,
-        row_elements=totals.row_elements * uneven,
-        buffer_elements=2 * output,
-        updated=totals.rows * uneven,
-    )
+    work = local_work(totals, uneven, world_size, num_modules)
     if sharding_type == "data_parallel":
         return _data_parallel(totals, replace(work, updated=0.0), curves, world_size)
     ids = (totals.lookups * _ID_BYTES + totals.lengths * _LENGTH_BYTES) * to_others
@@ -173,6 +161,25 @@ def cost_of_totals(
         backward_ms=costs.backward.ms(work),
         backward_wire_ms=outputs_ms("gradients", "all_gather"),
         sent_bytes={"ids": ids, "rows": rows, "gradients": rows},
+    )
+
+
+def local_work(
+    totals: StockTotals, uneven: float, world_size: int, num_modules: int = 1
+) -> LocalWork:
+    """Returns the work of the busiest rank in each phase: costs are fitted to it, and price it."""
+    # a partial sum of every bag of all ranks is written, with rows of it here or not
+    output = totals.vector_elements * uneven + totals.summed_elements * world_size
+    return LocalWork(
+        calls=num_modules,
+        features=totals.features,
+        lookups=totals.lookups * uneven,
+        rows=totals.rows * uneven,
+        lookup_elements=totals.lookup_elements * uneven,
+        bag_elements=output,
+        row_elements=totals.row_elements * uneven,
+        buffer_elements=2 * output,
+        updated=totals.rows * uneven,
     )
 
 

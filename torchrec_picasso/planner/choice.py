@@ -199,14 +199,20 @@ def _with_hot_rows(
 
 
 def _fastest(plans: Mapping[str, PricedPlan], pricer: StepPricer) -> str:
-    """Names the fastest plan: each must beat those with fewer mechanisms by its margin."""
-    steps = {name: plan.step for name, plan in plans.items()}
-    name = "rows" if steps["rows"].step_ms <= steps["bags"].step_ms else "bags"
+    """Names the fastest plan: that with hot/cold tables must beat stock's by the margins."""
+    name = fastest_hot_cold({name: plan.step.step_ms for name, plan in plans.items()})
+    return name if _beats_stock(plans[name].step, plans["stock"].step, pricer) else "stock"
+
+
+def fastest_hot_cold(priced_ms: Mapping[str, float]) -> str:
+    """Names the fastest plan with hot/cold tables: each must beat those with fewer mechanisms by
+    its margin."""
+    name = "rows" if priced_ms["rows"] <= priced_ms["bags"] else "bags"
     by_module = [(form, EXCHANGES[form].margin) for form in _BY_MODULE]
     for other, margin in [("mixed", _FORMS_MARGIN), *by_module]:
-        if other in steps and steps[other].step_ms <= steps[name].step_ms * (1 - margin):
+        if other in priced_ms and priced_ms[other] <= priced_ms[name] * (1 - margin):
             name = other
-    return name if _beats_stock(steps[name], steps["stock"], pricer) else "stock"
+    return name
 
 
 def _beats_stock(step: StepPrice, stock: StepPrice, pricer: StepPricer) -> bool:

@@ -10,7 +10,7 @@ from torchrec_picasso.cost.forms import EXCHANGES, home_row_bytes, hot_cold_memo
 from torchrec_picasso.cost.hot_cold import WIRE_BYTES, id_bytes
 from torchrec_picasso.cost.stock import data_parallel_bytes, max_over_mean, over_mean, rank_loads
 from torchrec_picasso.placement import FORMS
-from torchrec_picasso.planner.choice import least_gain_ms
+from torchrec_picasso.planner.choice import fastest_hot_cold, least_gain_ms
 from torchrec_picasso.planner.decision import Decision
 
 if TYPE_CHECKING:
@@ -246,12 +246,13 @@ def _way(decision: Decision, index: int) -> str:
 
 
 def _comparison(decision: Decision) -> str:
-    """Compares the predicted steps of the stock plan and of the best hot/cold plan."""
+    """Compares the predicted steps of the stock plan and of the hot/cold plan that it was chosen
+    over."""
     stock_ms, local = decision.priced_ms["stock"], decision.curves.local
-    hot_cold_ms = min(ms for name, ms in decision.priced_ms.items() if name != "stock")
+    hot_cold_ms = decision.priced_ms[fastest_hot_cold(decision.priced_ms)]
     assumed = (
-        "; costs of local work are assumed, for a slow and a fast core: measure them with "
-        "`torchrec-picasso calibrate`"
+        ", on a fast core too: costs of local work are assumed, here those of a slow core; measure "
+        "them with `torchrec-picasso calibrate`"
     )
     return (
         f"a step is predicted to take {stock_ms:.1f} ms with stock tables and {hot_cold_ms:.1f} ms "

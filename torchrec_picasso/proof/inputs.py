@@ -162,9 +162,11 @@ def form_of(value: Any) -> Hashable:
         return tuple(value.keys()), tuple(value.length_per_key()), form_of(value.values())
     if isinstance(value, Tensor):
         # attributes are counted too, since micro-batches lack them
-        strides = value.stride() if value.layout is torch.strided else ()
-        if 1 < value.shape[:1].numel() in strides[1:]:  # a transposed tensor's
-            strides = tuple(stride for stride in strides if stride != value.shape[0])
+        strides: tuple[int | None, ...] = ()
+        if value.layout is torch.strided and not value.is_contiguous():
+            first, *others = value.stride()
+            # a transposed tensor has its number of samples as a stride
+            strides = first, *(None if stride == value.shape[0] else stride for stride in others)
         return value.dtype, value.layout, strides, value.shape[1:], tuple(vars(value))
     members = children_of(value)
     if members is not None:

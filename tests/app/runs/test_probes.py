@@ -1,6 +1,7 @@
 """The dense part alone, of pooled models and of models of sequences; probes of local work within
 a time; what calibration says on a machine that others use."""
 
+import dataclasses
 import logging
 import math
 import time
@@ -20,13 +21,16 @@ from benchmarks.fields.question import UNIFORM, Question
 from tests.sharding.jobs import make_batch
 from tests.sharding.sequence_jobs import SequenceJob, SequenceModel
 from torchrec_picasso.app.launch.run_ranks import run_ranks
-from torchrec_picasso.app.runs import local_probe
+from torchrec_picasso.app.runs import local_probe, step_probe
 from torchrec_picasso.app.runs.dense_probe import measure_dense_of
 from torchrec_picasso.app.runs.exchange_step import ExchangeStep
 from torchrec_picasso.app.runs.pace import Pace
 from torchrec_picasso.app.runs.step_probe import StepProbe
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.cost.local import DenseTimes, LocalCosts, SideCosts
+from torchrec_picasso.cost.hot_cold import _COPY_NS, HotColdTotals, exchange_times
+from torchrec_picasso.cost.local import PHASES, DenseTimes, LocalCosts, PhaseCost, SideCosts
+from torchrec_picasso.cost.stock import stock_cost
+from torchrec_picasso.cost.table_work import TableLoad, TableWork
 
 POOLED = Question(model="columns", data=UNIFORM, batch_size=256, max_rows=50, dim=8)
 SEQUENCES = SequenceJob(placement={"*": 0})
@@ -102,7 +106,95 @@ def test_probes_with_the_same_tables_share_a_sharded_module() -> None:
     assert len(groups) == len(set(groups)) < len(local_probe.PROBES)
 
 
-def _step_costs(rank: int, world_size: int) -> tuple[LocalCosts, list[str]]:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("probe", local_probe.PROBES, ids=str)
+def test_what_costs_are_fitted_to_is_what_they_price(
+    probe: local_probe._Probe, num_ranks: int
+) -> None:
+    each = PhaseCost(
+        **{field.name: 1.0 + i for i, field in enumerate(dataclasses.fields(PhaseCost))}
+    )
+    of_stock = dataclasses.replace(each, row_ns=0.0)  # a row's costs are those of its update
+    ours, stocks = (SideCosts(input_dist=c, forward=c, backward=c) for c in (each, of_stock))
+    curves = CommCurves.assumed(
+        num_ranks, gbytes_per_s=1.0, local=LocalCosts(hot_cold=ours, stock=stocks)
+    )
+    size, used = probe.batch_size, probe.used_rows
+    works = [
+        TableWork(
+            TableLoad(name="", num_embeddings=used, dim=dim, lookups=size * probe.ids, bags=size),
+            num_ranks,
+        )
+        for dim in probe.table_dims
+    ]
+    totals = HotColdTotals.sum(HotColdTotals.from_table(work, 0) for work in works)
+    priced = exchange_times(totals, curves.local, num_packs=probe.packs)
+    copies_ms = 4 * totals.cold_elements * _COPY_NS * 1e-6 * (probe.packs > 1)
+    fitted = local_probe._works(probe, num_ranks, is_hot_cold=True)
+    assert sum(map(each.ms, fitted)) + copies_ms == pytest.approx(
+        sum(dataclasses.asdict(priced).values())
+    )
+    stock = stock_cost("table_wise", works, curves, num_ranks)
+    fitted = local_probe._works(probe, num_ranks, is_hot_cold=False)
+    assert sum(map(each.ms, fitted)) == pytest.approx(stock.compute_ms)
+
+
+def _costs(factor: float) -> SideCosts:
+    """Costs that fits find again: one term of each phase."""
+    phases = PhaseCost(lookup_ns=factor), PhaseCost(fixed_ms=factor), PhaseCost(update_ns=factor)
+    return SideCosts(**dict(zip(PHASES, phases)))  # type: ignore[arg-type]
+
+
+class _CrowdedPace(Pace):
+    """A rank's host has half as many cores as that of the rank before."""
+
+    def sample(self) -> None:
+        self.ratios.append(4.0)
+
+    def slowdown(self, num_ranks: int) -> float:
+        assert num_ranks == 2
+        return 1.0 + dist.get_rank()
+
+
+def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], int, int]:
+    """Costs that are fitted to times of known costs, shares of the time, windows, and progress."""
+    shares_s, advanced, pace = [], [], _CrowdedPace()
+
+    def measured(side: str, probe: Any, device: Any, share_s: float) -> tuple[Any, list[float]]:
+        shares_s.append(share_s)
+        works = local_probe._works(probe, 2, is_hot_cold=side == "hot_cold")
+        costs = _costs(1.0 if side == "hot_cold" else 2.0)
+        return probe, [getattr(costs, phase).ms(work) for phase, work in zip(PHASES, works)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_probe, "_exchange_step", lambda side, *_: side)
+        patch.setattr(local_probe, "_measure", measured)
+        local = local_probe.measure_local_costs(
+            between=lambda: advanced.append(True), pace=pace, budget_s=2800.0
+        )
+    return local, shares_s, len(pace.ratios), len(advanced)
+
+
+def test_costs_of_both_sides_are_those_of_the_slowest_host() -> None:
+    first, second = run_ranks(_measured_in, 2, timeout_s=120)
+    local, shares_s, num_windows, num_advanced = first
+    assert second[0] == local
+    assert local.measured
+    for side, factor in ((local.hot_cold, 1.0), (local.stock, 2.0)):
+        for phase in PHASES:
+            found, expected = (getattr(each, phase) for each in (side, _costs(2 * factor)))
+            assert dataclasses.asdict(found) == pytest.approx(
+                dataclasses.asdict(expected), rel=1e-6, abs=1e-6
+            )
+    num_probes = 2 * len(local_probe.PROBES)
+    assert num_windows == num_advanced == num_probes == local_probe.NUM_PROBES
+    # equal shares of what is left, and nothing takes time
+    assert shares_s == pytest.approx([2800.0 / left for left in range(num_probes, 0, -1)], rel=0.01)
+
+
+def _step_costs_in(rank: int, world_size: int) -> tuple[list[tuple[float, float]], list[str]]:
+    """What a step costs once, stock's and ours, where it is measured, long, and takes no time; and
+    messages of the log."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore
@@ -111,15 +203,27 @@ def _step_costs(rank: int, world_size: int) -> tuple[LocalCosts, list[str]]:
     for _ in range(3):
         steps.take_turn()
     free = LocalCosts(hot_cold=SideCosts(), stock=SideCosts(), measured=True)
-    return steps.add_costs(CommCurves.assumed(2, gbytes_per_s=1.0, local=free)).local, logged
+    locals_ = [steps.add_costs(CommCurves.assumed(2, gbytes_per_s=1.0, local=free)).local]
+    curves = CommCurves.assumed(2, gbytes_per_s=1.0)
+    dense = DenseTimes(forward_ms=100.0, backward_ms=200.0, batch_size=step_probe._BATCH_SIZE)
+    for turns_ms in ({"stock": [1e3], "rows": [2e3]}, {"stock": [0.0], "rows": [0.0]}):
+        steps._turns_ms = turns_ms
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step_probe, "measure_dense", lambda *_: dense)
+            locals_.append(steps.add_costs(curves).local)
+        assert locals_[-1].hot_cold.forward == curves.local.hot_cold.forward
+    return [(local.stock.step_ms, local.hot_cold.step_ms) for local in locals_], logged
 
 
-def test_whole_steps_cost_the_same_on_all_ranks_and_their_small_model_is_not_told() -> None:
-    by_rank = run_ranks(_step_costs, 2, timeout_s=120)
-    local, logged = by_rank[0]
-    assert by_rank[1] == by_rank[0]
-    assert min(local.stock.step_ms, local.hot_cold.step_ms) > 0
-    assert not logged
+def test_what_a_step_costs_once_is_its_time_less_its_price() -> None:
+    first, second = run_ranks(_step_costs_in, 2, timeout_s=120)
+    assert first == second
+    (real_ms, (stock_ms, rows_ms), from_nothing_ms), logged = first
+    assert min(real_ms) > 0
+    assert 650.0 < stock_ms < 700.0  # a dense part of 300 ms, and the tables' work
+    assert 1650.0 < rows_ms < 1700.0
+    assert from_nothing_ms == (0.0, 0.0)
+    assert not logged  # a plan without effect would be of a small model that the user does not have
 
 
 def _clocks(slowdown: float) -> tuple[Callable[[], float], Callable[[], float]]:

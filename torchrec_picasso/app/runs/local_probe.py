@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from statistics import fmean, median
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,11 @@ import torch.distributed as dist
 from torchrec_picasso.app.runs.exchange_step import ExchangeStep, bag_batch, bag_collection
 from torchrec_picasso.app.runs.pace import Pace, times_fitting
 from torchrec_picasso.app.runs.placements import make_placement
-from torchrec_picasso.cost.local import LocalCosts, LocalWork, PhaseCost, SideCosts
+from torchrec_picasso.cost import hot_cold, stock
+from torchrec_picasso.cost.hot_cold import HotColdTotals
+from torchrec_picasso.cost.local import PHASES, LocalCosts, LocalWork, PhaseCost, SideCosts
+from torchrec_picasso.cost.stock import StockTotals
+from torchrec_picasso.cost.table_work import TableLoad, TableWork
 
 _BUDGET_S = 18.0  # on a slow core 16 to 21 of 28 probes keep all samples (docs/dev/log.md)
 _WARMUP_STEPS, _FEWEST_STEPS, _MOST_STEPS = 2, 3, 5
@@ -60,11 +64,6 @@ class _Probe:
     def part(self, share: float) -> _Probe:
         """The probe with this share of the samples and of the rows in use."""
         return replace(self, batch_size=round(self.batch_size * share))
-
-    def distinct_rows(self, num_ranks: int) -> float:
-        """Expected number of distinct rows in the batches of so many ranks."""
-        lookups, used = self.batch_size * self.ids * num_ranks, self.used_rows
-        return self.tables * used * (1 - (1 - 1 / used) ** lookups)
 
     @property
     def table_rows(self) -> int:
@@ -121,7 +120,8 @@ def measure_local_costs(
     else:
         groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         pg, clock = groups[dist.get_rank()], time.perf_counter
-    measured: dict[str, list[tuple[LocalWork, list[float]]]] = {side: [] for side in _SIDES}
+    measured: dict[str, list[tuple[Sequence[LocalWork], list[float]]]]
+    measured = {side: [] for side in _SIDES}
     end_s, num_left = time.perf_counter() + budget_s, NUM_PROBES
     for _, same_tables in groupby(PROBES, lambda probe: probe.table_dims):
         probes = list(same_tables)
@@ -132,19 +132,24 @@ def measure_local_costs(
                 share_s = (end_s - time.perf_counter()) / num_left
                 part, phases_ms = _measure(step, probe, device, share_s)
                 is_hot_cold = placement == "hot_cold"
-                results.append((_work(part, pg.size(), is_hot_cold=is_hot_cold), phases_ms))
+                results.append((_works(part, pg.size(), is_hot_cold=is_hot_cold), phases_ms))
                 num_left -= 1
                 start_s = time.perf_counter()
                 between()
                 end_s += time.perf_counter() - start_s
             del step
             gc.collect()  # frees the tables
-    slowdown = pace.slowdown(dist.get_world_size()) if device.type == "cpu" else 1.0
+    slowdown = 1.0
+    if device.type == "cpu":
+        slowest = torch.tensor(pace.slowdown(dist.get_world_size()), dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # hosts may differ in cores
+        slowdown = float(slowest)
     costs = {}
     for placement, results in measured.items():
         works, times = zip(*results)
         input_dist, forward, backward = (
-            PhaseCost.fit(works, [slowdown * ms for ms in phase_ms]) for phase_ms in zip(*times)
+            PhaseCost.fit(phase_works, [slowdown * ms for ms in phase_ms])
+            for phase_works, phase_ms in zip(zip(*works), zip(*times))
         )
         costs[placement] = SideCosts(input_dist=input_dist, forward=forward, backward=backward)
     return LocalCosts(hot_cold=costs["hot_cold"], stock=costs["table_wise"], measured=True)
@@ -203,19 +208,18 @@ def _measure(
     return part, [median(times_ms) for times_ms in slowest.T.tolist()]
 
 
-def _work(probe: _Probe, num_ranks: int, *, is_hot_cold: bool) -> LocalWork:
-    """Work of a rank in a step of a probe."""
-    bags = float(probe.tables * probe.batch_size)
-    lookups, unique = bags * probe.ids, probe.distinct_rows(1)
-    dim = fmean(probe.table_dims)
-    return LocalWork(
-        features=probe.tables,
-        lookups=lookups,
-        rows=unique,
-        lookup_elements=lookups * dim,
-        bag_elements=bags * dim,
-        row_elements=unique * dim,
-        buffer_elements=(bags + 2 * unique if is_hot_cold else 2 * bags) * dim,
-        updated=probe.distinct_rows(num_ranks) / num_ranks,
-        packs=probe.packs - 1 if is_hot_cold else 0,
-    )
+def _works(probe: _Probe, num_ranks: int, *, is_hot_cold: bool) -> Sequence[LocalWork]:
+    """Work of the busiest rank in each phase of a step of a probe, as it is priced."""
+    bags, lookups = float(probe.batch_size), float(probe.batch_size * probe.ids)
+    loads = [
+        TableLoad(name="", num_embeddings=probe.used_rows, dim=dim, lookups=lookups, bags=bags)
+        for dim in probe.table_dims
+    ]
+    works = [TableWork(load, num_ranks) for load in loads]
+    if is_hot_cold:
+        totals = HotColdTotals.sum(HotColdTotals.from_table(work, 0) for work in works)
+        return hot_cold.local_works(totals, num_packs=probe.packs)
+    stock_totals = StockTotals.sum(StockTotals.from_table("table_wise", work) for work in works)
+    uneven = stock.max_over_mean("table_wise", loads, num_ranks)
+    work = stock.local_work(stock_totals, uneven, num_ranks)
+    return [replace(work, rows=0.0)] * len(PHASES)  # a rank's rows are those that it updates
