@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,48 @@ def test_a_probe_without_time_takes_few_steps_of_few_samples_on_all_ranks() -> N
     shares_s = [(math.inf, math.inf), (0.0, math.inf), (math.inf, 0.0)]
     by_rank = run_ranks(_probe_in, 2, shares_s, timeout_s=120)
     assert by_rank[0] == by_rank[1] == [(256, 2 + 2 + 5), (16, 2 + 3), (16, 2 + 3)]
+
+
+class _FakeStep:
+    """A second for each sixteen samples, on a clock of its own; times of the phases are given."""
+
+    def __init__(self, times_ms: list[float]) -> None:
+        self.now_s, self._times_ms = 0.0, iter(times_ms)
+        self.batches: list[KeyedJaggedTensor] = []
+
+    def run(self, batch: KeyedJaggedTensor) -> PhaseTimes:
+        self.batches.append(batch)
+        self.now_s += batch.stride() / 16
+        ms = next(self._times_ms)
+        return PhaseTimes(input_dist_ms=ms, forward_ms=2 * ms, backward_ms=3 * ms)
+
+
+def _fake_probe_in(rank: int, world_size: int, own_share_s: float) -> Any:
+    """Times of a probe's phases, sizes of its batches, and the ids of the last."""
+    probe = local_probe._Probe(tables=4, batch_size=256, dim=16, rows_per_sample=1)
+    # two steps to warm up, one to grow; of the other three either rank is the slowest of some
+    step: Any = _FakeStep([50.0, 50.0, 50.0, *([9.0, 1.0, 5.0], [2.0, 8.0, 3.0])[rank]])
+    share_s = own_share_s if rank else math.inf
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_probe, "time", SimpleNamespace(perf_counter=lambda: step.now_s))
+        _, ms = local_probe._probe(
+            step, True, probe, dist.group.WORLD, torch.device("cpu"), share_s
+        )
+    sizes = [batch.stride() for batch in step.batches]
+    return ms, sizes, step.batches[-1].values()
+
+
+def test_a_probe_grows_where_steps_of_the_next_size_fit_and_takes_the_slowest_rank() -> None:
+    (ms, sizes, ids), (other_ms, other_sizes, other_ids) = run_ranks(
+        _fake_probe_in, 2, 18.5, timeout_s=120
+    )
+    assert ms == other_ms == [8.0, 16.0, 24.0]  # the median of 9, 8 and 5
+    assert sizes == other_sizes == [16, 16, *[64] * 4]
+    assert not torch.equal(ids, other_ids)
+    # 64 rows in use, over the whole table
+    table_rows = (128 << 20) // (4 * 16 * 4)
+    assert set((ids % (table_rows // 64)).tolist()) == {0}
+    assert ids.max() > table_rows / 2
 
 
 def test_probes_with_the_same_tables_share_a_sharded_module() -> None:
