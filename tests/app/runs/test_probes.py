@@ -109,11 +109,11 @@ class _FakeStep:
         self.now_s, self._times_ms = 0.0, iter(times_ms)
         self.batches: list[KeyedJaggedTensor] = []
 
-    def run(self, batch: KeyedJaggedTensor) -> PhaseTimes:
+    def run(self, batch: KeyedJaggedTensor) -> list[float]:
         self.batches.append(batch)
         self.now_s += batch.stride() / 16
         ms = next(self._times_ms)
-        return PhaseTimes(input_dist_ms=ms, forward_ms=2 * ms, backward_ms=3 * ms)
+        return [ms, 2 * ms, 3 * ms]
 
 
 def _fake_probe_in(rank: int, world_size: int, own_share_s: float) -> Any:
@@ -124,9 +124,7 @@ def _fake_probe_in(rank: int, world_size: int, own_share_s: float) -> Any:
     share_s = own_share_s if rank else math.inf
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_probe, "time", SimpleNamespace(perf_counter=lambda: step.now_s))
-        _, ms = local_probe._probe(
-            step, True, probe, dist.group.WORLD, torch.device("cpu"), share_s
-        )
+        _, ms = local_probe._measure(step, probe, torch.device("cpu"), share_s)
     sizes = [batch.stride() for batch in step.batches]
     return ms, sizes, step.batches[-1].values()
 
