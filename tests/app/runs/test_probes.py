@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,46 @@ def test_a_probe_without_time_takes_few_steps_of_few_samples_on_all_ranks() -> N
     assert by_rank[0] == by_rank[1] == [(256, 2 + 2 + 5), (16, 2 + 3), (16, 2 + 3)]
 
 
+class _FakeStep:
+    """A second for each sixteen samples, on a clock of its own; times of the phases are given."""
+
+    def __init__(self, times_ms: list[float]) -> None:
+        self.now_s, self._times_ms = 0.0, iter(times_ms)
+        self.batches: list[KeyedJaggedTensor] = []
+
+    def run(self, batch: KeyedJaggedTensor) -> list[float]:
+        self.batches.append(batch)
+        self.now_s += batch.stride() / 16
+        ms = next(self._times_ms)
+        return [ms, 2 * ms, 3 * ms]
+
+
+def _fake_probe_in(rank: int, world_size: int, own_share_s: float) -> Any:
+    """Times of a probe's phases, sizes of its batches, and the ids of the last."""
+    probe = local_probe._Probe(tables=4, batch_size=256, dim=16, rows_per_sample=1)
+    # two steps to warm up, one to grow; of the other three either rank is the slowest of some
+    step: Any = _FakeStep([50.0, 50.0, 50.0, *([9.0, 1.0, 5.0], [2.0, 8.0, 3.0])[rank]])
+    share_s = own_share_s if rank else math.inf
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_probe, "time", SimpleNamespace(perf_counter=lambda: step.now_s))
+        _, ms = local_probe._measure(step, probe, torch.device("cpu"), share_s)
+    sizes = [batch.stride() for batch in step.batches]
+    return ms, sizes, step.batches[-1].values()
+
+
+def test_a_probe_grows_where_steps_of_the_next_size_fit_and_takes_the_slowest_rank() -> None:
+    (ms, sizes, ids), (other_ms, other_sizes, other_ids) = run_ranks(
+        _fake_probe_in, 2, 18.5, timeout_s=120
+    )
+    assert ms == other_ms == [8.0, 16.0, 24.0]  # the median of 9, 8 and 5
+    assert sizes == other_sizes == [16, 16, *[64] * 4]
+    assert not torch.equal(ids, other_ids)
+    # 64 rows in use, over the whole table
+    table_rows = (128 << 20) // (4 * 16 * 4)
+    assert set((ids % (table_rows // 64)).tolist()) == {0}
+    assert ids.max() > table_rows / 2
+
+
 def test_probes_with_the_same_tables_share_a_sharded_module() -> None:
     groups = [dims for dims, _ in groupby(local_probe.PROBES, lambda probe: probe.table_dims)]
     assert len(groups) == len(set(groups)) < len(local_probe.PROBES)
@@ -160,20 +201,17 @@ def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], i
     """Costs that are fitted to times of known costs, shares of the time, windows, and calls."""
     shares_s, called, pace = [], [], _CrowdedPace()
 
-    def measured(
-        side: str, probe: Any, device: Any, share_s: float
-    ) -> tuple[local_probe._Probe, list[float]]:
+    def measured(side: str, probe: Any, device: Any, share_s: float) -> tuple[Any, list[float]]:
         shares_s.append(share_s)
-        is_hot_cold = side == "hot_cold"
-        works = local_probe._works(probe, 2, is_hot_cold=is_hot_cold)
-        costs = _costs(1.0 if is_hot_cold else 2.0)
+        works = local_probe._works(probe, 2, is_hot_cold=side == "hot_cold")
+        costs = _costs(1.0 if side == "hot_cold" else 2.0)
         return probe, [getattr(costs, phase).ms(work) for phase, work in zip(PHASES, works)]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_probe, "_exchange_step", lambda side, *_: side)
         patch.setattr(local_probe, "_measure", measured)
         local = local_probe.measure_local_costs(
-            between=lambda: called.append(True), pace=pace, budget_s=2800.0
+            between=lambda: advanced.append(True), pace=pace, budget_s=2800.0
         )
     return local, shares_s, len(pace.ratios), len(called)
 
@@ -189,38 +227,15 @@ def test_costs_of_both_sides_are_those_of_the_slowest_host() -> None:
             assert dataclasses.asdict(found) == pytest.approx(
                 dataclasses.asdict(expected), rel=1e-6, abs=1e-6
             )
-    num_probes = local_probe.NUM_PROBES
-    assert num_windows == num_calls == num_probes == 2 * len(local_probe.PROBES)
+    num_probes = 2 * len(local_probe.PROBES)
+    assert num_windows == num_advanced == num_probes == local_probe.NUM_PROBES
     # equal shares of what is left, and nothing takes time
     assert shares_s == pytest.approx([2800.0 / left for left in range(num_probes, 0, -1)], rel=0.01)
 
 
-def _step_costs_in(rank: int, world_size: int) -> list[tuple[float, float]]:
-    """What a step costs once, stock's and ours, where it takes long and where it takes no time."""
-    curves, found = CommCurves.assumed(2, gbytes_per_s=1.0), []
-    dense = DenseTimes(forward_ms=100.0, backward_ms=200.0, batch_size=step_probe._BATCH_SIZE)
-    steps = StepProbe(torch.device("cpu"), 3)
-    for late_ms in (1000.0 + 1000.0 * rank, 0.0):
-        # the median over turns of the slowest rank: 2000 ms of ours, 1000 of stock's
-        steps._turns_ms = {"stock": [late_ms / 2] * 3, "rows": [late_ms, 0.0, late_ms]}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step_probe, "measure_dense", lambda *_: dense)
-            local = steps.add_costs(curves).local
-        found.append((local.stock.step_ms, local.hot_cold.step_ms))
-        assert local.hot_cold.forward == curves.local.hot_cold.forward
-    return found
-
-
-def test_what_a_step_costs_once_is_its_time_less_its_price() -> None:
-    first, second = run_ranks(_step_costs_in, 2, timeout_s=120)
-    assert first == second
-    (stock_ms, rows_ms), of_nothing = first
-    assert 650.0 < stock_ms < 700.0  # a dense part of 300 ms, and the tables' work
-    assert 1650.0 < rows_ms < 1700.0
-    assert of_nothing == (0.0, 0.0)
-
-
-def _step_costs(rank: int, world_size: int) -> tuple[LocalCosts, list[str]]:
+def _step_costs_in(rank: int, world_size: int) -> tuple[list[tuple[float, float]], list[str]]:
+    """What a step costs once, stock's and ours, where it is measured, long, and takes no time; and
+    messages of the log."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore
@@ -229,15 +244,27 @@ def _step_costs(rank: int, world_size: int) -> tuple[LocalCosts, list[str]]:
     for _ in range(3):
         steps.take_turn()
     free = LocalCosts(hot_cold=SideCosts(), stock=SideCosts(), measured=True)
-    return steps.add_costs(CommCurves.assumed(2, gbytes_per_s=1.0, local=free)).local, logged
+    locals_ = [steps.add_costs(CommCurves.assumed(2, gbytes_per_s=1.0, local=free)).local]
+    curves = CommCurves.assumed(2, gbytes_per_s=1.0)
+    dense = DenseTimes(forward_ms=100.0, backward_ms=200.0, batch_size=step_probe._BATCH_SIZE)
+    for turns_ms in ({"stock": [1e3], "rows": [2e3]}, {"stock": [0.0], "rows": [0.0]}):
+        steps._turns_ms = turns_ms
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step_probe, "measure_dense", lambda *_: dense)
+            locals_.append(steps.add_costs(curves).local)
+        assert locals_[-1].hot_cold.forward == curves.local.hot_cold.forward
+    return [(local.stock.step_ms, local.hot_cold.step_ms) for local in locals_], logged
 
 
-def test_whole_steps_cost_the_same_on_all_ranks_and_their_small_model_is_not_told() -> None:
-    by_rank = run_ranks(_step_costs, 2, timeout_s=120)
-    local, logged = by_rank[0]
-    assert by_rank[1] == by_rank[0]
-    assert min(local.stock.step_ms, local.hot_cold.step_ms) > 0
-    assert not logged
+def test_what_a_step_costs_once_is_its_time_less_its_price() -> None:
+    first, second = run_ranks(_step_costs_in, 2, timeout_s=120)
+    assert first == second
+    (real_ms, (stock_ms, rows_ms), from_nothing_ms), logged = first
+    assert min(real_ms) > 0
+    assert 650.0 < stock_ms < 700.0  # a dense part of 300 ms, and the tables' work
+    assert 1650.0 < rows_ms < 1700.0
+    assert from_nothing_ms == (0.0, 0.0)
+    assert not logged  # a plan without effect would be of a small model that the user does not have
 
 
 def _clocks(slowdown: float) -> tuple[Callable[[], float], Callable[[], float]]:

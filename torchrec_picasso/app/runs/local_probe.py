@@ -209,7 +209,7 @@ def _measure(
 
 
 def _works(probe: _Probe, num_ranks: int, *, is_hot_cold: bool) -> Sequence[LocalWork]:
-    """Work of the busiest rank in each phase of a step of a shape, as it is priced."""
+    """Work of the busiest rank in each phase of a step of a probe, as it is priced."""
     bags, lookups = float(probe.batch_size), float(probe.batch_size * probe.ids)
     loads = [
         TableLoad(name="", num_embeddings=probe.used_rows, dim=dim, lookups=lookups, bags=bags)
