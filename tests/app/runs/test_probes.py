@@ -2,10 +2,10 @@
 a time; what calibration says on a machine that others use."""
 
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable
-from itertools import groupby
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,7 +143,9 @@ def test_a_probe_grows_where_steps_of_the_next_size_fit_and_takes_the_slowest_ra
 
 
 def test_probes_with_the_same_tables_share_a_sharded_module() -> None:
-    groups = [dims for dims, _ in groupby(local_probe.PROBES, lambda probe: probe.table_dims)]
+    groups = [
+        dims for dims, _ in itertools.groupby(local_probe.PROBES, lambda probe: probe.table_dims)
+    ]
     assert len(groups) == len(set(groups)) < len(local_probe.PROBES)
 
 
@@ -256,6 +258,35 @@ def test_what_a_step_costs_once_is_its_time_less_its_price() -> None:
     assert 650.0 < stock_ms < 700.0  # a dense part of 300 ms, and the tables' work
     assert 1650.0 < rows_ms < 1700.0
     assert of_nothing == (0.0, 0.0)
+
+
+def _steps_in(rank: int, world_size: int) -> tuple[dict[str, float], float, list[float]]:
+    """Times of both sides' steps by a clock of their own, the time that they took, and windows."""
+    now_s = [0.0]
+
+    def steps(step_s: float) -> Iterator[torch.Tensor]:
+        factors = itertools.chain([1.0] * 10, *([factor] * 7 for factor in (1.0, 3.0, 1.5)))
+        for factor in factors:  # 31 steps, and no more
+            now_s[0] += factor * step_s
+            yield torch.tensor(0.0)
+
+    own = 1.0 if rank else 0.1  # the last rank is the slowest
+    pace = Pace(*_clocks(1.0 + 2 * rank))
+    pace.sample()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_probe, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+        ms = step_probe._step_ms({"stock": steps(0.1 * own), "rows": steps(0.2 * own)})
+    return ms, now_s[0] / own, pace.ratios
+
+
+def test_steps_take_turns_within_their_time_and_the_slowest_rank_counts() -> None:
+    first, second = run_ranks(_steps_in, 2, timeout_s=120)
+    # of 5 s, 7 of 10 steps of both sides take 2.1: three turns at least
+    expected_s = 0.3 * (10 + 7 * (1.0 + 3.0 + 1.5))
+    for ms, taken_s, ratios in (first, second):
+        assert ms == pytest.approx({"stock": 150.0, "rows": 300.0})
+        assert taken_s == pytest.approx(expected_s)
+        assert ratios == pytest.approx([2.0])
 
 
 def _clocks(slowdown: float) -> tuple[Callable[[], float], Callable[[], float]]:
