@@ -157,8 +157,8 @@ def test_what_costs_are_fitted_to_is_what_they_price(
     each = PhaseCost(
         **{field.name: 1.0 + i for i, field in enumerate(dataclasses.fields(PhaseCost))}
     )
-    of_stock = dataclasses.replace(each, row_ns=0.0)  # a row's costs are those of its update
-    ours, stocks = (SideCosts(input_dist=c, forward=c, backward=c) for c in (each, of_stock))
+    without_rows = dataclasses.replace(each, row_ns=0.0)  # a row's costs are those of its update
+    ours, stocks = (SideCosts(input_dist=c, forward=c, backward=c) for c in (each, without_rows))
     curves = CommCurves.assumed(
         num_ranks, gbytes_per_s=1.0, local=LocalCosts(hot_cold=ours, stock=stocks)
     )
@@ -254,10 +254,10 @@ def _step_costs_in(rank: int, world_size: int) -> list[tuple[float, float]]:
 def test_what_a_step_costs_once_is_its_time_less_its_price() -> None:
     first, second = run_ranks(_step_costs_in, 2, timeout_s=120)
     assert first == second
-    (stock_ms, rows_ms), of_nothing = first
+    (stock_ms, rows_ms), free_ms = first
     assert 650.0 < stock_ms < 700.0  # a dense part of 300 ms, and the tables' work
     assert 1650.0 < rows_ms < 1700.0
-    assert of_nothing == (0.0, 0.0)
+    assert free_ms == (0.0, 0.0)
 
 
 def _steps_in(rank: int, world_size: int) -> tuple[dict[str, float], float, list[float]]:
