@@ -2,11 +2,11 @@
 a time; what calibration says on a machine that others use."""
 
 import dataclasses
+import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
-from itertools import groupby
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,7 +143,9 @@ def test_a_probe_grows_where_steps_of_the_next_size_fit_and_takes_the_slowest_ra
 
 
 def test_probes_with_the_same_tables_share_a_sharded_module() -> None:
-    groups = [dims for dims, _ in groupby(local_probe.PROBES, lambda probe: probe.table_dims)]
+    groups = [
+        dims for dims, _ in itertools.groupby(local_probe.PROBES, lambda probe: probe.table_dims)
+    ]
     assert len(groups) == len(set(groups)) < len(local_probe.PROBES)
 
 
@@ -155,8 +157,8 @@ def test_what_costs_are_fitted_to_is_what_they_price(
     each = PhaseCost(
         **{field.name: 1.0 + i for i, field in enumerate(dataclasses.fields(PhaseCost))}
     )
-    of_stock = dataclasses.replace(each, row_ns=0.0)  # a row's costs are those of its update
-    ours, stocks = (SideCosts(input_dist=c, forward=c, backward=c) for c in (each, of_stock))
+    without_rows = dataclasses.replace(each, row_ns=0.0)  # a row's costs are those of its update
+    ours, stocks = (SideCosts(input_dist=c, forward=c, backward=c) for c in (each, without_rows))
     curves = CommCurves.assumed(
         num_ranks, gbytes_per_s=1.0, local=LocalCosts(hot_cold=ours, stock=stocks)
     )
@@ -211,7 +213,7 @@ def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], i
         patch.setattr(local_probe, "_exchange_step", lambda side, *_: side)
         patch.setattr(local_probe, "_measure", measured)
         local = local_probe.measure_local_costs(
-            between=lambda: advanced.append(True), pace=pace, budget_s=2800.0
+            between=lambda: called.append(True), pace=pace, budget_s=2800.0
         )
     return local, shares_s, len(pace.ratios), len(called)
 
@@ -228,7 +230,7 @@ def test_costs_of_both_sides_are_those_of_the_slowest_host() -> None:
                 dataclasses.asdict(expected), rel=1e-6, abs=1e-6
             )
     num_probes = 2 * len(local_probe.PROBES)
-    assert num_windows == num_advanced == num_probes == local_probe.NUM_PROBES
+    assert num_windows == num_calls == num_probes == local_probe.NUM_PROBES
     # equal shares of what is left, and nothing takes time
     assert shares_s == pytest.approx([2800.0 / left for left in range(num_probes, 0, -1)], rel=0.01)
 
@@ -265,6 +267,41 @@ def test_what_a_step_costs_once_is_its_time_less_its_price() -> None:
     assert 1650.0 < rows_ms < 1700.0
     assert from_nothing_ms == (0.0, 0.0)
     assert not logged  # a plan without effect would be of a small model that the user does not have
+
+
+class _FakeSteps(StepProbe):
+    """Steps that take no time but by the probe's clock: those of later turns take up to thrice."""
+
+    now_s = 0.0
+
+    def _train(self, side: str) -> Iterator[torch.Tensor]:
+        step_s = {"stock": 0.1, "rows": 0.2}[side] * (1.0 if dist.get_rank() else 0.1)
+        factors = itertools.chain([1.0] * 10, *([factor] * 7 for factor in (1.0, 3.0, 1.5)))
+        for factor in factors:  # 31 steps, and no more
+            self.now_s += factor * step_s
+            yield torch.tensor(0.0)
+
+
+def _turns_in(rank: int, world_size: int) -> list[float]:
+    """Time that each of ten calls takes, by the clock of the slowest rank's steps."""
+    times_s = []
+    with pytest.MonkeyPatch.context() as patch:
+        steps: Any = _FakeSteps.__new__(_FakeSteps)
+        clock = SimpleNamespace(perf_counter=lambda: steps.now_s)
+        patch.setattr(step_probe, "time", clock)
+        steps.__init__(torch.device("cpu"), 10)
+        for _ in range(10):
+            began_s = steps.now_s
+            steps.take_turn()
+            times_s.append((steps.now_s - began_s) * (1 if rank else 10))
+    return times_s
+
+
+def test_turns_of_slow_steps_are_few_and_spread_over_all_calls() -> None:
+    # 7 of 10 steps of both sides take 2.1 of 5 s: three turns at least, in ten calls
+    expected_s = [0, 0, 0, 2.1, 0, 0, 6.3, 0, 0, 3.15]
+    for times_s in run_ranks(_turns_in, 2, timeout_s=120):
+        assert times_s == pytest.approx(expected_s)
 
 
 def _clocks(slowdown: float) -> tuple[Callable[[], float], Callable[[], float]]:

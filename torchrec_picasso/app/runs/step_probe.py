@@ -54,22 +54,13 @@ class StepProbe:
     """
 
     def __init__(self, device: torch.device, num_turns: int) -> None:
-        config = TrainConfig(
+        self._config = TrainConfig(
             data=DataConfig(batch_size=_BATCH_SIZE, max_rows=_MAX_ROWS, heldout_steps=1),
             model=ModelConfig(embedding_dim=_DIM, dense_layers=_HIDDEN, over_layers=_HIDDEN),
             sharding=ShardingConfig(hot_rows=0),
         )
-        source = make_source(config.data, config.seed)
-        self._config, self._source, self._device = config, source, device
-        rank_batches = source.batches(dist.get_rank(), dist.get_world_size())
-        batches = [batch.to(device) for batch in itertools.islice(rank_batches, _NUM_BATCHES)]
-        self._steps: dict[str, Iterator[Tensor]] = {}
-        for side, (placement, kind) in _SIDES.items():
-            pipeline = PipelineConfig(kind=kind)
-            if kind == "interleaved":
-                pipeline = replace(pipeline, num_micro_batches=1, lookahead=True)
-            trainer = Trainer(replace(config, pipeline=pipeline), source, placement, device)
-            self._steps[side] = trainer.steps(itertools.cycle(batches))
+        self._source, self._device = make_source(self._config.data, self._config.seed), device
+        self._steps = {side: self._train(side) for side in _SIDES}
         began_s = time.perf_counter()
         for steps in self._steps.values():
             _take(steps, _WARMUP_STEPS)
@@ -79,6 +70,18 @@ class StepProbe:
         self._share = min(1.0, max(_FEWEST_TURNS, fitting) / num_turns)
         self._num_calls = 0
         self._turns_ms: dict[str, list[float]] = {side: [] for side in self._steps}
+
+    def _train(self, side: str) -> Iterator[Tensor]:
+        """Losses of a small model, step by step."""
+        placement, kind = _SIDES[side]
+        pipeline = PipelineConfig(kind=kind)
+        if kind == "interleaved":
+            pipeline = replace(pipeline, num_micro_batches=1, lookahead=True)
+        config = replace(self._config, pipeline=pipeline)
+        trainer = Trainer(config, self._source, placement, self._device)
+        rank_batches = self._source.batches(dist.get_rank(), dist.get_world_size())
+        batches = [batch.to(self._device) for batch in itertools.islice(rank_batches, _NUM_BATCHES)]
+        return trainer.steps(itertools.cycle(batches))
 
     def take_turn(self) -> None:
         """Times a few steps of each side; in some calls only, if steps are slow. Collective."""
