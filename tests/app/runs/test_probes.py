@@ -238,7 +238,7 @@ def test_costs_of_both_sides_are_those_of_the_slowest_host() -> None:
 
 
 def _step_costs_in(rank: int, world_size: int) -> list[tuple[float, float]]:
-    """What a step costs once, stock's and ours, where it takes long and where it takes no time."""
+    """Costs of a step once, stock's and ours, where it takes long and where it takes no time."""
     curves, found = CommCurves.assumed(2, gbytes_per_s=1.0), []
     dense = DenseTimes(forward_ms=100.0, backward_ms=200.0, batch_size=step_probe._BATCH_SIZE)
     for ms in ({"stock": 1000.0, "rows": 2000.0}, {"stock": 0.0, "rows": 0.0}):
