@@ -236,7 +236,7 @@ def test_costs_of_both_sides_are_those_of_the_slowest_host() -> None:
 
 
 def _step_costs_in(rank: int, world_size: int) -> tuple[list[tuple[float, float]], list[str]]:
-    """What a step costs once, stock's and ours, where it is measured, long, and takes no time; and
+    """Costs of a step once, stock's and ours, where it is measured, long, and takes no time; and
     messages of the log."""
     logged: list[str] = []
     handler = logging.Handler()
