@@ -42,10 +42,11 @@ _SIDES = {"stock": ("table_wise", "sparse_dist"), "rows": ("hot_cold", "interlea
 
 
 class StepProbe:
-    """Times steps of both sides, in turns between other measurements.
+    """Times steps of both sides, in turns between other measurements: the speed of a shared core
+    changes within seconds, and turns that are spread over a calibration see what its other parts
+    see.
 
-    The speed of a shared core changes within seconds: turns that are spread over a calibration see
-    what its other parts see. Collective: every rank of the default process group makes one and
+    Collective: every rank of the default process group makes one and
     calls its methods, in the same order.
 
     Args:
@@ -105,9 +106,12 @@ class StepProbe:
             debug=False,
         )
         logger = logging.getLogger("torchrec_picasso.planner")
-        logger.disabled = True  # its warning of a plan without effect would be of this small model
-        planner.plan(unsharded_model(self._config, self._source), hot_cold_sharders())
-        logger.disabled = False
+        # its warning of a plan without effect would be of this small model
+        was_disabled, logger.disabled = logger.disabled, True
+        try:
+            planner.plan(unsharded_model(self._config, self._source), hot_cold_sharders())
+        finally:
+            logger.disabled = was_disabled
         slowest = torch.tensor(list(self._turns_ms.values()), dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         own_ms = {
