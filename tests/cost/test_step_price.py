@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_picasso.app.runs.exchange_step import bag_batch, bag_collection
+from torchrec_picasso.app.runs.exchange_step import make_batch, table_collection
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.forms import hot_cold_memory_bytes
 from torchrec_picasso.cost.hot_cold import Exchange, HotColdTotals, exchange_times
@@ -69,6 +69,22 @@ def test_bytes_of_stock_types() -> None:
         assert cost.sent_bytes == pytest.approx({**sent, "gradients": sent["rows"]}), kind
     whole = stock_cost("data_parallel", [work], WIRE, 2)
     assert whole.sent_bytes == pytest.approx({"gradients": 100 * 16 * 4})
+
+
+def test_a_map_of_more_rows_takes_longer_for_each_row_of_sequences() -> None:
+    backward = SideCosts(backward=PhaseCost(hash_ns=100.0))
+    slow = dataclasses.replace(WIRE, local=LocalCosts(stock=backward))
+    sequences = load(spectrum=None, is_sequence=True, num_embeddings=10**6, lookups=9000.0)
+    for world_size in (2, 4):
+        works = [TableWork(sequences, world_size)] * world_size  # a table on each rank
+        rows = works[0].unique_anywhere
+        on_rank = {"row_wise": rows / world_size, "data_parallel": 0.0}  # a dense update has none
+        for kind in STOCK_TYPES:
+            ms = stock_cost(kind, works, slow, world_size).backward_ms
+            expected_ns = 100 * rows * np.log2(1 + on_rank.get(kind, rows) / 4096)
+            assert ms == pytest.approx(expected_ns * 1e-6), kind
+        bags = TableWork(dataclasses.replace(sequences, is_sequence=False), world_size)
+        assert stock_cost("table_wise", [bags], slow, world_size).backward_ms == 0
 
 
 def test_the_busiest_rank_of_few_tables() -> None:
@@ -405,8 +421,8 @@ def test_each_further_pack_and_each_wave_has_its_price() -> None:
 
 @pytest.mark.parametrize("pooling", [1, 5])
 def test_lookups_are_read_and_bags_are_written_as_often_as_in_a_real_module(pooling: int) -> None:
-    module = bag_collection([50, 60], [8, 16])
-    features = bag_batch(torch.randint(50, (2, BATCH, pooling)))
+    module = table_collection([50, 60], [8, 16])
+    features = make_batch(torch.randint(50, (2, BATCH, pooling)))
     pooled = module.to_empty(device="cpu")(features).values()
     loads = [
         TableLoad(name=c.name, num_embeddings=c.num_embeddings, dim=c.embedding_dim, bags=BATCH,

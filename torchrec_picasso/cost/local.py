@@ -28,7 +28,7 @@ PHASES = ("input_dist", "forward", "backward")
 _KEPT_BYTES = 32 << 20
 _ELEMENT_BYTES = 4
 
-_SCALES = (1.0, 1e-3, *[1e-6] * 7, 1.0)
+_SCALES = (1.0, 1e-3, *[1e-6] * 8, 1.0)
 """Milliseconds in the unit of each coefficient: ms, us, ns."""
 _FORWARD_SHARE = 1 / 3
 """Assumed share of forward: backward has two matrix products for each product of forward."""
@@ -47,6 +47,7 @@ class LocalWork:
     row_elements: float = 0.0  # rows x dim
     buffer_elements: float = 0.0  # elements of the large buffers that the phase allocates
     updated: float = 0.0  # home rows and replicas that the optimizer updates on this rank
+    hashed: float = 0.0  # :func:`.stock.hashed_work` of stock's sequences
     packs: float = 0.0  # packs of the exchange after the first
 
     def terms(self) -> tuple[float, ...]:
@@ -70,6 +71,7 @@ class PhaseCost:
     row_element_ns: float = 0.0  # per row and column
     paged_element_ns: float = 0.0  # added per buffer element beyond the kept memory
     update_ns: float = 0.0  # per updated row, for any dim
+    hash_ns: float = 0.0  # per unit of ``hashed``
     pack_ms: float = 0.0  # per further pack
 
     def ms(self, work: LocalWork) -> float:
@@ -81,7 +83,7 @@ class PhaseCost:
         lookups, because micro-batches reduce the buffers of lookups."""
         ms = {term: getattr(self, term) * x for term, x in zip(_TERMS, work.terms())}
         call_ms = ms["fixed_ms"] + ms["feature_us"] + ms["pack_ms"]
-        rows_ms = ms["row_ns"] + ms["row_element_ns"] + ms["update_ns"]
+        rows_ms = ms["row_ns"] + ms["row_element_ns"] + ms["update_ns"] + ms["hash_ns"]
         return call_ms, sum(ms.values()) - call_ms - rows_ms, rows_ms
 
     @staticmethod
@@ -126,7 +128,7 @@ class SideCosts:
 # fbgemm-gpu-cpu 1.8. The update of a stock row takes 0.6 to 0.8 us for any dim, because FBGEMM's
 # CPU kernel mixes SSE and AVX instructions. Bags had one lookup; with five lookups, elements cost
 # per bag (docs/dev/log.md, 2026-11-24): what was measured per lookup element is assumed per bag
-# element.
+# element. Sequences were measured on an AMD EPYC (docs/dev/log.md, 2026-11-27).
 _ASSUMED_HOT_COLD = SideCosts(
     input_dist=PhaseCost(fixed_ms=2.9, feature_us=18, lookup_ns=115, row_ns=60),
     forward=PhaseCost(
@@ -154,6 +156,7 @@ _ASSUMED_STOCK = SideCosts(
         bag_element_ns=2.0,
         paged_element_ns=3.1,
         update_ns=600,
+        hash_ns=240,
     ),
 )
 
@@ -197,6 +200,7 @@ _NEWER_STOCK = SideCosts(
         row_element_ns=0.37,
         paged_element_ns=1.3,
         update_ns=38,
+        hash_ns=240,
     ),
     step_ms=4.3,
 )

@@ -15,6 +15,9 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import LocalWork
@@ -28,6 +31,8 @@ _LENGTH_BYTES = 4
 _WIRE_BYTES = 4
 _HELD_BYTES = 16  # ids, lengths and order, per own lookup and per served one
 _MIN_COLUMNS = 4  # FBGEMM's narrowest shard
+_ROWS_IN_CACHE = 4096  # of hash maps; more take longer each
+_Number = TypeVar("_Number", float, np.ndarray)
 _DENSE_UPDATE_PASSES = 3  # over the whole table: zero, write and apply the gradient
 
 
@@ -73,6 +78,7 @@ class StockTotals(Summable):
     summed_elements: float = 0.0  # of those that are sums of all ranks' parts
     rows: float = 0.0  # distinct rows over all ranks' batches that the rank updates
     row_elements: float = 0.0
+    hashed: float = 0.0  # of sequences
     table_elements: float = 0.0
 
     @staticmethod
@@ -95,8 +101,25 @@ class StockTotals(Summable):
             summed_elements=elements if is_summed else 0.0,
             rows=rows,
             row_elements=rows * load.dim,
+            hashed=hashed_work(rows, rows if is_row_wise else rows * world_size)
+            if load.is_sequence
+            else 0.0,
             table_elements=load.num_embeddings * load.dim,
         )
+
+
+def hashed_work(rows: _Number, rows_of_table: _Number) -> _Number:
+    """Returns the work of finding equal rows of sequences. FBGEMM's CPU kernel of sequences fills
+    hash maps: a row takes 0.15 us longer than one of bags if there are 2,000 of the table, 0.9 of
+    16,000 and 1.8 of 64,000 (docs/dev/log.md, 2026-11-27).
+
+    Source: FBGEMM, ``split_embedding_nobag_backward_exact_cpu_kernel``.
+
+    Args:
+        rows: Distinct rows of a table that a rank updates, mean over ranks.
+        rows_of_table: Distinct rows on a rank that has some.
+    """
+    return rows * np.log2(1 + rows_of_table / _ROWS_IN_CACHE)
 
 
 def stock_cost(
@@ -146,7 +169,7 @@ def cost_of_totals(
 
     work = local_work(totals, uneven, world_size, num_modules)
     if sharding_type == "data_parallel":
-        return _data_parallel(totals, replace(work, updated=0.0), curves, world_size)
+        return _data_parallel(totals, replace(work, updated=0.0, hashed=0.0), curves, world_size)
     ids = (totals.lookups * _ID_BYTES + totals.lengths * _LENGTH_BYTES) * to_others
     busiest_ids = ids * both_ways if busiest_bytes is None else busiest_bytes["ids"]
     # an all-to-all of splits, then one of lengths and one of values
@@ -180,6 +203,7 @@ def local_work(
         row_elements=totals.row_elements * uneven,
         buffer_elements=2 * output,
         updated=totals.rows * uneven,
+        hashed=totals.hashed * uneven,
     )
 
 

@@ -144,7 +144,7 @@ def test_a_probe_grows_where_steps_of_the_next_size_fit_and_takes_the_slowest_ra
 
 def test_probes_with_the_same_tables_share_a_sharded_module() -> None:
     groups = [
-        dims for dims, _ in itertools.groupby(local_probe.PROBES, lambda probe: probe.table_dims)
+        key for key, _ in itertools.groupby(local_probe.PROBES, lambda probe: probe.module_key)
     ]
     assert len(groups) == len(set(groups)) < len(local_probe.PROBES)
 
@@ -163,13 +163,15 @@ def test_what_costs_are_fitted_to_is_what_they_price(
         num_ranks, gbytes_per_s=1.0, local=LocalCosts(hot_cold=ours, stock=stocks)
     )
     size, used = probe.batch_size, probe.used_rows
-    works = [
-        TableWork(
-            TableLoad(name="", num_embeddings=used, dim=dim, lookups=size * probe.ids, bags=size),
-            num_ranks,
-        )
-        for dim in probe.table_dims
-    ]
+    load = TableLoad(
+        name="",
+        num_embeddings=used,
+        dim=0,
+        lookups=size * probe.ids,
+        bags=size,
+        is_sequence=probe.is_sequence,
+    )
+    works = [TableWork(dataclasses.replace(load, dim=dim), num_ranks) for dim in probe.table_dims]
     totals = HotColdTotals.sum(HotColdTotals.from_table(work, 0) for work in works)
     priced = exchange_times(totals, curves.local, num_packs=probe.packs)
     copies_ms = 4 * totals.cold_elements * _COPY_NS * 1e-6 * (probe.packs > 1)

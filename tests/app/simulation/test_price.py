@@ -9,14 +9,17 @@ import pytest
 from torchrec_picasso.app.simulation.count import Cluster, Stream, count_step
 from torchrec_picasso.app.simulation.price import Pricing, curves_of
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.cost.local import DenseTimes
+from torchrec_picasso.cost.local import DenseTimes, LocalCosts
 from torchrec_picasso.cost.step_price import StepPricer
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.planner.choice import price_plan
 from torchrec_picasso.planner.home_blocks import even_blocks
 
-BATCH, LINK = 2000, CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.5)
+ASSUMED = LocalCosts().stock
+SLOW_MAP = dataclasses.replace(ASSUMED.backward, hash_ns=1e5)  # of stock's sequences
+COSTS = LocalCosts(stock=dataclasses.replace(ASSUMED, backward=SLOW_MAP))
+BATCH, LINK = 2000, CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.5, local=COSTS)
 
 
 def _cluster(num_hosts: int, num_places: int, bags: int = BATCH) -> tuple[Stream, Cluster]:

@@ -1,6 +1,6 @@
 """The embedding part of a step alone, timed by phase, for calibration.
 
-A sharded EmbeddingBagCollection gets ready batches and a fixed gradient of its output.
+A sharded collection of tables gets ready batches and a fixed gradient of its output.
 """
 
 from __future__ import annotations
@@ -10,25 +10,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedTensor, ShardingEnv
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_picasso.app.runs.placements import Placement
 
 _LEARNING_RATE = 0.01
 
 
-def bag_collection(rows_T: Sequence[int], dims_T: Sequence[int]) -> EmbeddingBagCollection:
-    """Tables ``t_c1, t_c2, ...`` on the meta device, one feature each, with row-wise Adagrad."""
-    collection = EmbeddingBagCollection(
+_POOLED: Any = EmbeddingBagCollection, EmbeddingBagConfig
+_SEQUENCES: Any = EmbeddingCollection, EmbeddingConfig
+
+
+def table_collection(
+    rows_T: Sequence[int], dims_T: Sequence[int], *, is_sequence: bool = False
+) -> nn.Module:
+    """Tables ``t_c1, t_c2, ...`` on the meta device, one feature each, with row-wise Adagrad, that
+    pool their rows or return those of sequences."""
+    collection_type, config_type = _SEQUENCES if is_sequence else _POOLED
+    collection: nn.Module = collection_type(
         tables=[
-            EmbeddingBagConfig(
+            config_type(
                 name=f"t_c{index + 1}",
                 embedding_dim=dim,
                 num_embeddings=rows,
@@ -42,7 +50,7 @@ def bag_collection(rows_T: Sequence[int], dims_T: Sequence[int]) -> EmbeddingBag
     return collection
 
 
-def bag_batch(ids_TBL: Tensor) -> KeyedJaggedTensor:
+def make_batch(ids_TBL: Tensor) -> KeyedJaggedTensor:
     """A batch with L ids per sample and feature ``c1, c2, ...``, from int64 ids ``(T, B, L)``."""
     num_tables, batch_size, num_ids = ids_TBL.shape
     return KeyedJaggedTensor.from_lengths_sync(
@@ -53,7 +61,7 @@ def bag_batch(ids_TBL: Tensor) -> KeyedJaggedTensor:
 
 
 class ExchangeStep:
-    """A sharded EmbeddingBagCollection whose steps are timed phase by phase.
+    """A sharded collection of tables whose steps are timed phase by phase.
 
     Collective: every rank of ``pg`` makes one and runs its steps, in the same order.
 
@@ -67,7 +75,7 @@ class ExchangeStep:
 
     def __init__(
         self,
-        collection: EmbeddingBagCollection,
+        collection: nn.Module,
         placement: Placement,
         pg: dist.ProcessGroup,
         device: torch.device,
@@ -81,7 +89,7 @@ class ExchangeStep:
             plan=placement.plan,
             sharders=placement.sharders,
         ).module
-        self._grad: Tensor | None = None
+        self._grads: list[Tensor] = []
         for state in local_tensors(self._module.fused_optimizer.state_dict()["state"]):
             state.mul_(1)  # page in the memory, which would slow the first steps
 
@@ -91,14 +99,16 @@ class ExchangeStep:
         ctx = self._module.create_context()
         dist_input = self._module.input_dist(ctx, batch).wait().wait()
         received_s = self._now_s()
-        pooled = self._module.compute_and_output_dist(ctx, dist_input).wait().values()
-        pooled_s = self._now_s()
-        if self._grad is None or self._grad.shape != pooled.shape:
-            self._grad = torch.full_like(pooled, 1e-3)
+        output = self._module.compute_and_output_dist(ctx, dist_input).wait()
+        parts = [output] if isinstance(output, KeyedTensor) else output.values()
+        vectors = [part.values() for part in parts]
+        looked_up_s = self._now_s()
+        if [each.shape for each in self._grads] != [each.shape for each in vectors]:
+            self._grads = [torch.full_like(each, 1e-3) for each in vectors]
         before_s = self._now_s()
-        pooled.backward(self._grad)
+        torch.autograd.backward(vectors, self._grads)
         end_s = self._now_s()
-        spans_s = received_s - started_s, pooled_s - received_s, end_s - before_s
+        spans_s = received_s - started_s, looked_up_s - received_s, end_s - before_s
         return [1e3 * span_s for span_s in spans_s]
 
     def _now_s(self) -> float:

@@ -3,7 +3,7 @@
 On the CPU the timer is the CPU time of the training thread, which excludes waiting for the network,
 scaled by the slowdown of a busy loop on all ranks that share the cores (:mod:`.pace`). An
 accelerator has no such timer: there each rank is a group of its own and waits for none. The probes
-vary tables, batch size, columns, repetition and ids per bag, so that each coefficient of
+vary tables, batch size, columns, repetition, ids per bag and pooling, so that each coefficient of
 :class:`.PhaseCost` can be fitted.
 """
 
@@ -19,7 +19,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from torchrec_picasso.app.runs.exchange_step import ExchangeStep, bag_batch, bag_collection
+from torchrec_picasso.app.runs.exchange_step import ExchangeStep, make_batch, table_collection
 from torchrec_picasso.app.runs.pace import Pace, times_fitting
 from torchrec_picasso.app.runs.placements import make_placement
 from torchrec_picasso.cost import hot_cold, stock
@@ -47,7 +47,9 @@ class _Probe:
     rows_per_sample: float
     """Rows in use of each table, relative to its lookups; a small ratio repeats ids."""
     ids: int = 1
-    """Lookups of a bag."""
+    """Lookups of a bag, or of a sequence."""
+    is_sequence: bool = False
+    """Whether the output has the row of each lookup, not their sum."""
     packs: int = 1
     """Packs of the tables: columns are 1, 2, .. times ``dim``."""
 
@@ -66,6 +68,11 @@ class _Probe:
         return replace(self, batch_size=round(self.batch_size * share))
 
     @property
+    def module_key(self) -> tuple[bool, tuple[int, ...]]:
+        """Probes with an equal one can share a sharded module."""
+        return self.is_sequence, self.table_dims
+
+    @property
     def table_rows(self) -> int:
         """Rows of each table."""
         return max(self.used_rows, _TABLES_BYTES // (sum(self.table_dims) * _ELEMENT_BYTES))
@@ -73,6 +80,8 @@ class _Probe:
 
 PROBES = (
     _Probe(tables=4, batch_size=256, dim=16, rows_per_sample=1),
+    _Probe(tables=4, batch_size=64, dim=32, rows_per_sample=1, ids=20, is_sequence=True),
+    _Probe(tables=4, batch_size=512, dim=32, rows_per_sample=1, ids=20, is_sequence=True),
     _Probe(tables=100, batch_size=256, dim=16, rows_per_sample=1),
     _Probe(tables=24, batch_size=256, dim=8, rows_per_sample=1, packs=4),
     _Probe(tables=40, batch_size=1024, dim=8, rows_per_sample=1, ids=5, packs=4),
@@ -123,7 +132,7 @@ def measure_local_costs(
     measured: dict[str, list[tuple[Sequence[LocalWork], list[float]]]]
     measured = {side: [] for side in _SIDES}
     end_s, num_left = time.perf_counter() + budget_s, NUM_PROBES
-    for _, same_tables in groupby(PROBES, lambda probe: probe.table_dims):
+    for _, same_tables in groupby(PROBES, lambda probe: probe.module_key):
         probes = list(same_tables)
         for placement, results in measured.items():
             step = _exchange_step(placement, probes, pg, device, clock)
@@ -164,7 +173,8 @@ def _exchange_step(
 ) -> ExchangeStep:
     """Shards the tables of probes that have the same ones."""
     rows, dims = max(probe.table_rows for probe in probes), probes[0].table_dims
-    collection = bag_collection([rows] * len(dims), dims)
+    is_sequence = probes[0].is_sequence
+    collection = table_collection([rows] * len(dims), dims, is_sequence=is_sequence)
     batch_size = max(probe.batch_size for probe in probes)
     placement = make_placement(
         placement_name, collection, pg, device_type=device.type, batch_size=batch_size
@@ -189,7 +199,7 @@ def _measure(
         ids_TBL *= part.table_rows // part.used_rows  # scatter the rows in use over the table
         dist.barrier()
         start_s = time.perf_counter()
-        phases_ms = step.run(bag_batch(ids_TBL).to(device))
+        phases_ms = step.run(make_batch(ids_TBL).to(device))
         return time.perf_counter() - start_s, phases_ms
 
     def fitting(step_s: float) -> float:
@@ -211,10 +221,15 @@ def _measure(
 def _works(probe: _Probe, num_ranks: int, *, is_hot_cold: bool) -> Sequence[LocalWork]:
     """Work of the busiest rank in each phase of a step of a probe, as it is priced."""
     bags, lookups = float(probe.batch_size), float(probe.batch_size * probe.ids)
-    loads = [
-        TableLoad(name="", num_embeddings=probe.used_rows, dim=dim, lookups=lookups, bags=bags)
-        for dim in probe.table_dims
-    ]
+    load = TableLoad(
+        name="",
+        num_embeddings=probe.used_rows,
+        dim=0,
+        lookups=lookups,
+        bags=bags,
+        is_sequence=probe.is_sequence,
+    )
+    loads = [replace(load, dim=dim) for dim in probe.table_dims]
     works = [TableWork(load, num_ranks) for load in loads]
     if is_hot_cold:
         totals = HotColdTotals.sum(HotColdTotals.from_table(work, 0) for work in works)

@@ -22,7 +22,13 @@ from torchrec_picasso.cost.hot_cold import HotColdTotals
 from torchrec_picasso.cost.local import DenseTimes
 from torchrec_picasso.cost.schedule_time import StepPrice
 from torchrec_picasso.cost.step_price import CountedStep, StepPricer, chunk_shares
-from torchrec_picasso.cost.stock import StockCost, StockTotals, cost_of_totals, over_mean
+from torchrec_picasso.cost.stock import (
+    StockCost,
+    StockTotals,
+    cost_of_totals,
+    hashed_work,
+    over_mean,
+)
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.exchange.header import NUM_OWN_WORDS
 
@@ -167,6 +173,7 @@ class Pricing:
         rows_T = (cluster.sums_T["new_hot"] + cluster.sums_T["new_cold"])[tables_n] / size
         bags_T = np.array([load.bags for load in loads])
         elements = float((lookups_T if traffic.is_sequence else bags_T) @ dims_T)
+        in_map_T = rows_T if traffic.in_blocks else rows_T * size
         copies_T = np.ones_like(parts_T) if traffic.in_blocks else parts_T
         return StockTotals(
             features=sum(load.num_features for load in loads),
@@ -177,6 +184,7 @@ class Pricing:
             summed_elements=elements if traffic.is_summed else 0.0,
             rows=float(rows_T.sum()),
             row_elements=float(rows_T @ dims_T),
+            hashed=float(hashed_work(rows_T, in_map_T).sum()) if traffic.is_sequence else 0.0,
         )
 
 
