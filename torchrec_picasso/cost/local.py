@@ -156,7 +156,7 @@ _ASSUMED_STOCK = SideCosts(
         bag_element_ns=2.0,
         paged_element_ns=3.1,
         update_ns=600,
-        hash_ns=240,
+        hash_ns=7,
     ),
 )
 
@@ -200,7 +200,7 @@ _NEWER_STOCK = SideCosts(
         row_element_ns=0.37,
         paged_element_ns=1.3,
         update_ns=38,
-        hash_ns=240,
+        hash_ns=7,
     ),
     step_ms=4.3,
 )

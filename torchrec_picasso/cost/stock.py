@@ -31,7 +31,6 @@ _LENGTH_BYTES = 4
 _WIRE_BYTES = 4
 _HELD_BYTES = 16  # ids, lengths and order, per own lookup and per served one
 _MIN_COLUMNS = 4  # FBGEMM's narrowest shard
-_ROWS_IN_CACHE = 4096  # of hash maps; more take longer each
 _Number = TypeVar("_Number", float, np.ndarray)
 _DENSE_UPDATE_PASSES = 3  # over the whole table: zero, write and apply the gradient
 
@@ -110,8 +109,9 @@ class StockTotals(Summable):
 
 def hashed_work(rows: _Number, rows_of_table: _Number) -> _Number:
     """Returns the work of finding equal rows of sequences. FBGEMM's CPU kernel of sequences fills
-    hash maps: a row takes 0.15 us longer than one of bags if there are 2,000 of the table, 0.9 of
-    16,000 and 1.8 of 64,000 (docs/dev/log.md, 2026-11-27).
+    hash maps: a row takes 0.2 to 0.4 us longer than one of bags if there are 2,000 of the table,
+    0.9 of 16,000, 1.9 of 64,000 and 3 to 4 of 256,000 (docs/dev/log.md, 2026-11-27), about like the
+    root of their number.
 
     Source: FBGEMM, ``split_embedding_nobag_backward_exact_cpu_kernel``.
 
@@ -119,7 +119,7 @@ def hashed_work(rows: _Number, rows_of_table: _Number) -> _Number:
         rows: Distinct rows of a table that a rank updates, mean over ranks.
         rows_of_table: Distinct rows on a rank that has some.
     """
-    return rows * np.log2(1 + rows_of_table / _ROWS_IN_CACHE)
+    return rows * np.sqrt(rows_of_table)
 
 
 def stock_cost(
