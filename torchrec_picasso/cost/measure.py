@@ -34,7 +34,9 @@ _MORE_TIMES = 4  # that a disturbed size is measured
 _SHARE = 1 / 3
 _LEAST_SHARE = 1 / 20
 """Of the budget, for the CPU time per byte: where a machine is disturbed, nothing may be left."""
-_LATE_MS = 1.0  # delay of the late rank
+_LATE_S, _LATE_SHARE = 1e-3, 0.1
+"""Delay of the late rank, at least, and in the first call's time. In a step ranks are some ms apart
+and gloo's all-to-all carries one direction at a time; 1 ms apart, 8 MB took either 72 or 140 ms."""
 _CALLS = {**dict.fromkeys(COLLECTIVES, 1), "row_exchange": 2, **dict.fromkeys(LEVELS, 4)}
 """Calls in a row that a time is the mean of. A rank that leaves the barrier late times the rest of
 its first exchange only: eight ranks on two cores leave it up to 50 ms apart, and the slowest time
@@ -180,14 +182,15 @@ class Measurement:
         (first_s,) = self._slowest([_now_s() - start_s])
         num_calls = _CALLS[name]
         repeats = int(max(_MIN_REPEATS, min(_MAX_REPEATS, seconds / (num_calls * first_s))))
+        late_s = max(_LATE_S, _LATE_SHARE * first_s)
         times = []
         for repeat in range(repeats):
             dist.barrier(group=self.group)
             if repeat % self.group.size() == self.group.rank():
-                time.sleep(_LATE_MS / 1e3)
+                time.sleep(late_s)
                 times.append(self._time_ms(call, num_calls))
             else:  # the other ranks' time counts from the start of the late rank
-                times.append(max(0.0, self._time_ms(call, num_calls) - _LATE_MS))
+                times.append(max(0.0, self._time_ms(call, num_calls) - late_s * 1e3))
         return num_bytes, median(self._slowest(times)) / num_calls
 
     def _time_ms(self, call: Callable[[], object], num_calls: int) -> float:
