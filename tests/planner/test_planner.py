@@ -416,7 +416,7 @@ def _planner(world_size: int, **options: Any) -> Any:
     return hot_cold_planner(topology, hot_rows=None, batch_size=8, debug=False, **options)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_what_has_no_rows_for_a_rank_stays_whole(world_size: int) -> None:
     planner = _planner(world_size)
     planner.plan(_collection(), [HotColdEmbeddingBagCollectionSharder()])
