@@ -19,7 +19,14 @@ from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 from torchrec_picasso.placement import FORMS, Form, FormTraits
 from torchrec_picasso.planner import choice as choice_module
-from torchrec_picasso.planner.choice import PricedPlan, TableInfo, _fastest, choose, price_plan
+from torchrec_picasso.planner.choice import (
+    PricedPlan,
+    TableInfo,
+    _fastest,
+    _plans,
+    choose,
+    price_plan,
+)
 
 ROWS = 20_000
 BATCH = 1024
@@ -267,6 +274,18 @@ def test_rows_beside_bags_must_win_clearly() -> None:
         assert has_both == (ms["mixed"] <= 0.82 * min(ms["stock"], ms["rows"], ms["bags"]))
         taken.add(has_both)
     assert taken == {True, False}
+
+
+@pytest.mark.parametrize(("exponent", "form"), [(0.4, "bags"), (0.6, "rows")])
+def test_rows_of_a_mixed_plan_send_8_percent_fewer_bytes(exponent: float, form: Form) -> None:
+    alone = pooled("t", 1, exponent)
+    rows, bags = (
+        sum(price_plan([alone], {0: each}, {}, {}, pricer(curves())).sent_bytes.values())
+        for each in ("rows", "bags")
+    )
+    assert rows < 0.96 * bags
+    assert (rows < 0.92 * bags) == (form == "rows")
+    assert _plans(may_take_bags([alone]), [alone])["mixed"] == {0: form}
 
 
 HOSTS, PLACES = 2, 4
