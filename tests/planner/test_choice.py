@@ -115,6 +115,32 @@ def test_what_is_hidden_needs_no_replicas_and_what_is_exposed_does() -> None:
     assert sum(hot_counts(works, pricer(network, dense_ms=5000.0))) == 0
 
 
+def _step_ms(works: list[TableWork], num_hot: int, prices: StepPricer) -> float:
+    """The step of row-exchanged tables, each with so many hot rows."""
+    each = range(len(works))
+    forms: dict[int, Form] = dict.fromkeys(each, "rows")
+    return price_plan(works, forms, dict.fromkeys(each, num_hot), {}, prices).step.step_ms
+
+
+@pytest.mark.parametrize(("reduce_gbytes_per_s", "gain_enough"), [(0.005, False), (0.006, True)])
+def test_any_hot_rows_must_gain_10_percent(reduce_gbytes_per_s: float, gain_enough: bool) -> None:
+    works = [work(str(i), 1.2) for i in range(8)]
+    network = curves(gbytes_per_s=0.003, reduce_gbytes_per_s=reduce_gbytes_per_s, latency_ms=0.01)
+    prices = pricer(network)
+    share = _step_ms(works, 554, prices) / _step_ms(works, 0, prices)
+    assert share < 0.95
+    assert (share < 0.9) == gain_enough
+    assert (sum(hot_counts(works, prices)) > 0) == gain_enough
+
+
+def test_more_hot_rows_must_gain_half_a_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice_module, "_ANY_HOT_MARGIN", 0.0)
+    works = [work(str(i), 1.2) for i in range(8)]
+    prices = pricer(curves(gbytes_per_s=0.003, reduce_gbytes_per_s=0.0035, latency_ms=0.01))
+    assert hot_counts(works, prices) == [29] * 8
+    assert 0.995 < _step_ms(works, 42, prices) / _step_ms(works, 29, prices) < 1
+
+
 def test_a_faster_all_reduce_wants_the_frequent_rows() -> None:
     works = [work("skewed", 1.2), work("flat", 0.2)]
     network = curves(gbytes_per_s=0.005, reduce_gbytes_per_s=0.05, latency_ms=0.01)
