@@ -153,10 +153,12 @@ def test_replicas_stay_within_the_budget() -> None:
     works = [work("a", 1.1), work("b", 1.1, dim=16)]
     prices = pricer(curves(gbytes_per_s=0.003, latency_ms=0.01))
     free = hot_counts(works, prices)
-    row_bytes = [w.load.row_bytes for w in works]
-    budget = sum(n * b for n, b in zip(free, row_bytes)) / 3
-    tight = hot_counts(works, prices, budget)
-    assert 0 < sum(n * b for n, b in zip(tight, row_bytes)) <= budget
+    replica_bytes = [w.load.replica_bytes for w in works]
+    needed = sum(n * b for n, b in zip(free, replica_bytes))
+    assert hot_counts(works, prices, needed) == free
+    tight = hot_counts(works, prices, needed / 3)
+    used = sum(n * b for n, b in zip(tight, replica_bytes))
+    assert 0.95 * needed / 3 < used <= needed / 3
     assert hot_counts(works, prices, 0.0) == [0, 0]
 
 
