@@ -304,6 +304,24 @@ def test_rows_beside_bags_must_win_clearly() -> None:
     assert taken == {True, False}
 
 
+def test_bags_are_priced_in_their_waves_and_for_the_busiest_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: dict[str, float] = {}
+    price = StepPricer.price
+
+    def asking(own: StepPricer, *exchanges: object, **arguments: float) -> StepPrice:
+        asked.update(arguments)
+        return price(own, *exchanges, **arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(StepPricer, "price", asking)
+    works = [pooled(str(dim), 4, None, dim) for dim in (128, 16, 64)]
+    forms: dict[int, Form] = {0: "bags", 1: "bags", 2: "rows"}
+    price_plan(works, forms, {}, {}, pricer(curves()))
+    # one home has 128 columns, the other 16, each a pack and so a wave
+    assert asked == {"num_modules": 1, "uneven_bags": pytest.approx(128 / 72), "num_bag_waves": 2}
+
+
 @pytest.mark.parametrize(("exponent", "form"), [(0.4, "bags"), (0.6, "rows")])
 def test_rows_of_a_mixed_plan_send_8_percent_fewer_bytes(exponent: float, form: Form) -> None:
     alone = pooled("t", 1, exponent)
