@@ -199,6 +199,9 @@ def test_a_rank_serves_its_home_rows_and_their_lookups() -> None:
     assert found == {"row_wise": [6 * 512, 0.0], **by_tables}
     loads = ("ranks", "busiest_over_mean", "stock_ranks")
     assert planner.explain().attrs == {name: summary[name] for name in loads}
+    replicated, _ = planned(stats=skewed(), hot_rows={"b": 1})  # row 0
+    lookups = [rank["served_lookups"] for rank in summarize(replicated.decision)["ranks"]]
+    assert sum(lookups) == pytest.approx(2 * (512 - 400 + others))
 
 
 def test_rows_count_as_equally_often_asked_for_without_counts() -> None:
