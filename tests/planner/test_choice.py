@@ -215,8 +215,8 @@ def test_stock_tables_share_a_type_unless_several_pay(
     assert stock is not None
     assert len(set(stock.stock_types)) == num_types
     assert stock.step.step_ms <= min(prices.values()) / 0.94
-    of_one_type_ms = min(ms for types, ms in prices.items() if len(set(types)) == 1)
-    assert (stock.step.step_ms < 0.95 * of_one_type_ms) == (num_types > 1)
+    one_type_ms = min(ms for types, ms in prices.items() if len(set(types)) == 1)
+    assert (stock.step.step_ms < 0.95 * one_type_ms) == (num_types > 1)
 
 
 @pytest.mark.parametrize("free", ["table_wise", "row_wise"])

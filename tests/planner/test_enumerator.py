@@ -14,8 +14,9 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.distributed.types import CacheAlgorithm, CacheParams
 
-from tests.planner.samples import DIM, AbleSharder, Model, stats, topology
+from tests.planner.samples import DIM, ROWS, AbleSharder, Model, stats, topology
 from tests.sharding.jobs import RowWiseOnCpuSharder
+from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.table_work import HOT_ROW_BYTES
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
@@ -186,6 +187,21 @@ def test_estimating_again_charges_once() -> None:
     before = [option.total_storage.ddr for option in space]
     enumerator.populate_estimates(space)
     assert [option.total_storage.ddr for option in space] == before
+
+
+def test_options_have_the_prices_of_the_cost_model() -> None:
+    """A cost is a mean over two ranks, so the shards of an option have twice as much."""
+    curves = CommCurves.assumed(2, gbytes_per_s=100.0)
+    enumerator = HotColdEnumerator(topology(), 4, {"c": 0}, stats(), curves)
+    space = enumerator.enumerate(Model(), [AbleSharder()])
+    prices = dict(zip(ROWS, enumerator.decision.stock_costs))
+    priced = [option for option in space if option.sharding_type in prices[option.name]]
+    assert {option.sharding_type for option in priced} >= {"table_wise", "row_wise"}
+    for option in priced:
+        cost = prices[option.name][option.sharding_type]
+        work_ms, ids_ms = cost.forward_ms + cost.backward_ms, cost.ids_ms + cost.ids_wire_ms
+        expected = work_ms + ids_ms + cost.forward_wire_ms + cost.backward_wire_ms
+        assert sum(each.perf.total for each in option.shards) == pytest.approx(2 * expected)
 
 
 def test_other_cache_settings_are_kept() -> None:
