@@ -204,6 +204,28 @@ def test_options_have_the_prices_of_the_cost_model() -> None:
         assert sum(each.perf.total for each in option.shards) == pytest.approx(2 * expected)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "named", "offered"),
+    [
+        (torch.optim.SGD, False, True),
+        (torchrec.optim.RowWiseAdagrad, False, False),
+        (torchrec.optim.RowWiseAdagrad, True, True),
+    ],
+)
+def test_types_that_train_another_model_must_be_named(
+    optimizer: type, named: bool, offered: bool
+) -> None:
+    model = Model()
+    apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
+    types = ParameterConstraints(sharding_types=["column_wise", "table_wise"])
+    constraints = dict.fromkeys(ROWS, types) if named else None
+    enumerator = HotColdEnumerator(topology(), 4, None, stats(), constraints=constraints)
+    enumerator.enumerate(model, [AbleSharder()])
+    for table in enumerator.decision.tables:
+        assert ("column_wise" in table.stock_types) == offered
+        assert "data_parallel" not in table.stock_types
+
+
 def test_other_cache_settings_are_kept() -> None:
     given = CacheParams(algorithm=CacheAlgorithm.LFU, load_factor=0.25, reserved_memory=3.0)
     option = row_wise_option({"b": 2}, Model(), cache_params=given)
