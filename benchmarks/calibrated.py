@@ -9,7 +9,9 @@ from benchmarks.cluster import run_on_hosts
 from torchrec_picasso import CommCurves
 from torchrec_picasso.app.cli.calibrate import calibrate_on_rank
 
-_MOST_BYTES, _SECONDS_PER_POINT, _TIMEOUT_S = 64 << 20, 0.3, 600.0
+_MOST_BYTES, _SECONDS_PER_POINT, _WITH_LOCAL = 64 << 20, 0.3, True
+"""Those of `torchrec-picasso calibrate` by default."""
+_TIMEOUT_S = 600.0
 
 
 def calibrated_curves(path: Path, hosts: int, rate_mbit: float | None) -> CommCurves:
@@ -21,7 +23,7 @@ def calibrated_curves(path: Path, hosts: int, rate_mbit: float | None) -> CommCu
         rate_mbit: Rate of every link, Mbit/s; ``None`` = loopback.
     """
     if not path.exists():
-        arguments = _MOST_BYTES, _SECONDS_PER_POINT, True
+        arguments = _MOST_BYTES, _SECONDS_PER_POINT, _WITH_LOCAL
         by_rank = run_on_hosts(
             calibrate_on_rank, hosts, rate_mbit, *arguments, timeout_s=_TIMEOUT_S
         )

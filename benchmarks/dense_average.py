@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipeline
 
-from benchmarks.command import at_least, command_parser
+from benchmarks.command import at_least, can_write, command_parser
 from torchrec_picasso import InterleavedTrainPipeline, StepReports
-from torchrec_picasso.app.cli.outputs import check_outputs, write_result
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.config import (
     DataConfig,
     ModelConfig,
@@ -89,7 +89,8 @@ def main() -> int:
     parser.add_argument("--steps", type=at_least(LAST), default=290)
     parser.add_argument("-o", "--output", type=Path, default=Path("dense_average.json"))
     args = parser.parse_args()
-    check_outputs(args, "output")
+    if not can_write(args, "output"):
+        return 2
     results = {}
     for optimizer in RATES:
         for every in (1, 4, 16):

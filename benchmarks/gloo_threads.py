@@ -100,7 +100,7 @@ def _turns(floats: int) -> tuple[float, float, float, float]:
     numbers, sent, received = torch.rand(_SORTED), torch.zeros(2 * floats), torch.zeros(2 * floats)
 
     def exchange(work: Callable[[], object]) -> None:
-        pending = ranks.start_all_to_all(received, sent, [floats] * 2, [floats] * 2, 1 << 30)
+        pending = ranks.start_all_to_all(received, sent, [floats] * 2, [floats] * 2, _MUCH)
         work()
         pending.wait()
 

@@ -13,8 +13,8 @@ half. Nothing is trained, so no ranks are started. Counted are, by home rank,
 
 Each figure is the busiest rank's load over the mean of ranks, of the sum of all steps; `a step`
 is the mean of single steps. `zipf_S` has one table of 1,000,000 rows, id 0 the most frequent one,
-exponent S; other streams are those of `benchmarks.first_use`. `--by-frequency` also renumbers ids
-of each column by descending frequency, as vocabularies are often made.
+exponent S; other streams are those of `benchmarks.first_use`, each also `by frequency`: ids of each
+column renumbered by descending frequency, as vocabularies are often made.
 """
 
 from __future__ import annotations

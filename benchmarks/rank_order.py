@@ -25,11 +25,11 @@ import torch.distributed as dist
 from benchmarks.cluster import EmulatedCluster
 from benchmarks.cluster.awake import cores_awake
 from benchmarks.cluster.emulated import host_address
-from benchmarks.command import at_least, command_parser
+from benchmarks.command import at_least, can_write, command_parser
 from torchrec_picasso.app.cli.calibrate import calibrate_on_rank
 from torchrec_picasso.app.cli.launcher import join_torchrun
 from torchrec_picasso.app.cli.order import measure_on_rank, print_ring
-from torchrec_picasso.app.cli.outputs import check_outputs, write_result
+from torchrec_picasso.app.cli.outputs import write_result
 from torchrec_picasso.app.config import DataConfig, ModelConfig, ShardingConfig, TrainConfig
 from torchrec_picasso.app.launch.host_ring import HostRing
 from torchrec_picasso.app.launch.quiet import quiet_upstream
@@ -133,7 +133,8 @@ def main() -> int:
     ):
         parser.add_argument(name, type=at_least(least), default=default)
     args = parser.parse_args()
-    check_outputs(args, "out")
+    if not can_write(args, "out"):
+        return 2
     racks = [host % 2 for host in range(args.hosts)]
     hosts = EmulatedCluster(args.hosts, args.rate_mbit, args.ranks_per_host, racks=racks)
     runs: dict[str, list[dict[str, Any]]] = {"given": [], "chosen": []}

@@ -23,8 +23,8 @@ from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates
 NOISES = (0.03, 0.05, 0.10)
 """Noise of a step's time, as a share of it."""
 HINTS = ("best", "best", "beside", "none")
-"""Hints of plans, by share: whose prices were measured on the machine, in five cases of five the
-best (``benchmarks/results/sweep_*.json``)."""
+"""Numbers of micro-batches that trials begin with, by share. Plans priced by the machine's own
+curves named the best one in five cases of five (``benchmarks/results/sweep_*.json``)."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Curve:
         ms: By micro-batches, with lookahead.
         without: Factor without lookahead, of whole batches.
         cut_without: Factor without lookahead, of batches that are cut.
-        guessed: Keys of ``ms`` that were not measured: put in along the curve.
+        guessed: Keys of ``ms`` that were not measured, but interpolated.
     """
 
     ms: Mapping[int, float]
@@ -85,7 +85,7 @@ CURVES = {
     "DHEN": Curve({1: 1215, 2: 1078, 4: 915, 8: 955}, 1.0, 1.05),
     "TBSM": Curve({1: 219, 2: 178, 4: 150, 8: 193}, 1.0, 0.95),
 }
-"""Real clients' and the project's own; Criteo and 1 Gbit/s unless named."""
+"""Criteo and 1 Gbit/s unless named."""
 
 
 class PaperClock:

@@ -1,4 +1,4 @@
-"""A model of many fields on mixed tables, where each table does little and overhead does much.
+"""Variants of plans and pipelines on generated fields, columns of a log, sequences, zoo models.
 
 One idea per file, each using those above it: ``question`` the settings, ``workload`` the protocol
 of a model and its batches, ``model`` tables and over-arch, ``generated`` fields that a seed draws,

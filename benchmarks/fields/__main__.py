@@ -1,4 +1,4 @@
-"""Train pipelines on a model of many generated fields with mixed tables.
+"""Plans and train pipelines on generated fields, sequences of clicks, or columns of a log.
 
     python -m benchmarks.fields --rate-mbit 1000 -o fields.json
     python -m benchmarks.fields --rate-mbit 0 --fields 200

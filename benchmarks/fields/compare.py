@@ -106,7 +106,7 @@ def compare_on_rank(
 
 
 class _Bench:
-    """State shared by all variants: fields, batches, statistics and curves. Collective."""
+    """State shared by all variants: workload, batches, statistics and curves. Collective."""
 
     def __init__(
         self, rank: int, world_size: int, question: Question, curves: CommCurves | None
@@ -118,14 +118,14 @@ class _Bench:
         self._batches = self._workload.training(rank, min(_MAX_BATCHES, question.num_steps))
         heldout = self._workload.heldout(world_size, question.heldout_steps)
         self._stats = FrequencyStats.collect(heldout, self._workload.model())
-        self._links = curves
+        self._given_curves = curves
         self._curves = self._measure()
         self.decision = self._decide(self._curves)
 
     def _measure(self) -> CommCurves:
-        """Curves of the links, unless given, and of the ranks' own work where that is asked for."""
+        """Measures curves of the links, unless given, and the ranks' own work where asked for."""
         dist.barrier()  # nothing else uses the cores, and nothing is on the wire
-        curves = self._links or CommCurves.measure(self._pg)
+        curves = self._given_curves or CommCurves.measure(self._pg)
         if self._question.local_costs:
             curves = dataclasses.replace(curves, local=measure_local_costs())
         if self._question.dense:

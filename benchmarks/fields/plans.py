@@ -204,7 +204,7 @@ def _topology(pg: dist.ProcessGroup) -> Topology:
     return Topology(world_size=pg.size(), local_world_size=1, compute_device="cpu")
 
 
-def _in_words(planner: Any) -> str:
+def _in_words(planner: HotColdPlanner) -> str:
     decision = summarize(planner.decision)
     stock = f"{decision['stock_ms']:.1f}" if decision["stock_ms"] is not None else "-"
     return (

@@ -1,4 +1,4 @@
-"""Settings of a comparison: cluster, fields and number of steps."""
+"""Settings of a comparison: cluster, workload, variants and number of steps."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from typing import Any
 
 _OURS = "ours"
 _MB = 1e6
-_HIDDEN = 0.05
+_NOT_DENSE = 0.05
+"""Up to this share of the work outside the dense part, the dense part hides the exchange."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Line:
         """Why it is not more."""
         if self.ours_ms <= 1.1 * self.compute_ms:
             return "the core has no more to give"
-        if self.dense_share > 1 - _HIDDEN:
+        if self.dense_share > 1 - _NOT_DENSE:
             return "the dense part hides all of the exchange, stock's too"
         return ""
 

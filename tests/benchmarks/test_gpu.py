@@ -188,7 +188,7 @@ def test_uvm_compares_with_a_cache_of_as_many_rows_and_knows_where_replicas_are(
     on_gpu = kernels(TINY, num_rows=200, device=torch.device("cuda"))
     assert next(iter(on_gpu)) == "fused_uvm_caching"
     assert on_gpu["fused_uvm_caching"].load_factor == 0.1
-    assert [found_times.hot_rows for found_times in on_gpu.values()][-2:] == [0, 20]
+    assert [kernel.hot_rows for kernel in on_gpu.values()][-2:] == [0, 20]
     replica_bytes = 20 * 4 * 4
     assert replicas_are_in_hbm([0, 1000, 1000 + replica_bytes], TINY)
     assert not replicas_are_in_hbm([0, 1000, 1000], TINY)
@@ -228,7 +228,7 @@ def test_the_parts_run_on_the_cpu_too(tmp_path: Path, capsys: pytest.CaptureFixt
     assert document["environment"]["torchrec-picasso"]
     found = document["parts"]["streams"]["facts"]["found"]
     assert {"interleaved K=2", "interleaved K=2, lookahead"} <= set(found)
-    assert all(found_times["unequal_runs"] == 0 for found_times in found.values())
+    assert all(each["unequal_runs"] == 0 for each in found.values())
     assert found[PLAIN]["loss_difference"] == 0.0
     step_ms = document["parts"]["overhead"]["facts"]["step_ms"]
     assert list(step_ms) == ["table_wise", "hot_cold:0", "hot_cold:20", "interleaved:2:20"]

@@ -19,7 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 QUALITY_FIGURE = re.compile(r"[+-]?\d\.\d{4}|\d\.\de-\d\d")
 FIGURE = re.compile(r"(?<![\w.])[+-]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d\d)?(?![\w.])")
 SMALLEST = 30
-"""Counts below it are also told in words, such as ``3 s``."""
+"""Smaller whole numbers may be part of a sentence, such as ``3 s``."""
 FACTS = {"date_utc", "cpu", "num_cpus", "python", "torch", "torchrec", "torchrec-picasso"}
 
 
@@ -35,7 +35,7 @@ def test_every_result_names_its_environment() -> None:
             assert json.loads(file.read_text())["environment"].keys() >= FACTS, file.name
 
 
-def test_figures_are_those_of_the_kept_run() -> None:
+def test_figures_of_quality_are_those_of_the_kept_runs() -> None:
     checks = read("quality.json")["checks"]
     rules = load_rules(QualityConfig, ROOT / "configs" / "quality.yaml").checks or {}
     assert list(checks) == list(rules)
@@ -69,7 +69,7 @@ def test_pictures_are_of_the_kept_results(drawing: Any, name: str, tmp_path: Pat
 
 
 def numbers(document: Any) -> Iterator[float]:
-    """Every number of a document, and the sums of what was loaded and refused by kind."""
+    """Yields every number of a document."""
     if isinstance(document, dict):
         for value in document.values():
             yield from numbers(value)
@@ -80,7 +80,7 @@ def numbers(document: Any) -> Iterator[float]:
         yield document
 
 
-def test_figures_are_those_of_the_kept_report() -> None:
+def test_figures_of_reliability_are_those_of_the_kept_report() -> None:
     report = read("reliability/report.json")
     memory = read("reliability/memory.json")
     slopes = [memory[batches]["kib_a_step"] for batches in ("new", "repeated")]

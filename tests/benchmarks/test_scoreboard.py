@@ -91,7 +91,7 @@ def test_a_tiny_run_and_its_board(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["-o", str(tmp_path), "--only", "tbsm"]) == 0
 
 
-def test_a_small_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_updates_are_measured_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("_ROWS", 2_000), ("_LOOKUPS_OF_A_RANK", 500), ("_BAGS", 400)):
         monkeypatch.setattr(row_update, name, size)
     found = row_update.measure(8, times=1)

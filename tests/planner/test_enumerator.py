@@ -14,8 +14,9 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.distributed.types import CacheAlgorithm, CacheParams
 
-from tests.planner.samples import DIM, AbleSharder, Model, stats, topology
+from tests.planner.samples import DIM, ROWS, AbleSharder, Model, stats, topology
 from tests.sharding.jobs import RowWiseOnCpuSharder
+from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.table_work import HOT_ROW_BYTES
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
@@ -188,6 +189,43 @@ def test_estimating_again_charges_once() -> None:
     assert [option.total_storage.ddr for option in space] == before
 
 
+def test_options_have_the_prices_of_the_cost_model() -> None:
+    """A cost is a mean over two ranks, so the shards of an option have twice as much."""
+    curves = CommCurves.assumed(2, gbytes_per_s=100.0)
+    enumerator = HotColdEnumerator(topology(), 4, {"c": 0}, stats(), curves)
+    space = enumerator.enumerate(Model(), [AbleSharder()])
+    prices = dict(zip(ROWS, enumerator.decision.stock_costs))
+    priced = [option for option in space if option.sharding_type in prices[option.name]]
+    assert {option.sharding_type for option in priced} >= {"table_wise", "row_wise"}
+    for option in priced:
+        cost = prices[option.name][option.sharding_type]
+        work_ms, ids_ms = cost.forward_ms + cost.backward_ms, cost.ids_ms + cost.ids_wire_ms
+        expected = work_ms + ids_ms + cost.forward_wire_ms + cost.backward_wire_ms
+        assert sum(each.perf.total for each in option.shards) == pytest.approx(2 * expected)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "named", "offered"),
+    [
+        (torch.optim.SGD, False, True),
+        (torchrec.optim.RowWiseAdagrad, False, False),
+        (torchrec.optim.RowWiseAdagrad, True, True),
+    ],
+)
+def test_types_that_train_another_model_must_be_named(
+    optimizer: type, named: bool, offered: bool
+) -> None:
+    model = Model()
+    apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
+    types = ParameterConstraints(sharding_types=["column_wise", "table_wise"])
+    constraints = dict.fromkeys(ROWS, types) if named else None
+    enumerator = HotColdEnumerator(topology(), 4, None, stats(), constraints=constraints)
+    enumerator.enumerate(model, [AbleSharder()])
+    for table in enumerator.decision.tables:
+        assert ("column_wise" in table.stock_types) == offered
+        assert "data_parallel" not in table.stock_types
+
+
 def test_other_cache_settings_are_kept() -> None:
     given = CacheParams(algorithm=CacheAlgorithm.LFU, load_factor=0.25, reserved_memory=3.0)
     option = row_wise_option({"b": 2}, Model(), cache_params=given)
@@ -200,8 +238,7 @@ def test_other_cache_settings_are_kept() -> None:
     assert not isinstance(given, HotColdParams)
 
 
-@pytest.mark.parametrize("constraint", [{"sharding_types": ["table_wise"]}])
-def test_constraints_without_row_wise_are_refused(constraint: dict[str, Any]) -> None:
+def test_constraints_without_row_wise_are_refused() -> None:
     message = r"table 'b' .* \[\('table_wise', 'fused'\)\]; either its constraints exclude it"
     with pytest.raises(PlanError, match=message):
-        row_wise_option({"b": 1}, Model(), **constraint)
+        row_wise_option({"b": 1}, Model(), sharding_types=["table_wise"])

@@ -199,6 +199,9 @@ def test_a_rank_serves_its_home_rows_and_their_lookups() -> None:
     assert found == {"row_wise": [6 * 512, 0.0], **by_tables}
     loads = ("ranks", "busiest_over_mean", "stock_ranks")
     assert planner.explain().attrs == {name: summary[name] for name in loads}
+    replicated, _ = planned(stats=skewed(), hot_rows={"b": 1})  # row 0
+    lookups = [rank["served_lookups"] for rank in summarize(replicated.decision)["ranks"]]
+    assert sum(lookups) == pytest.approx(2 * (512 - 400 + others))
 
 
 def test_rows_count_as_equally_often_asked_for_without_counts() -> None:
@@ -434,7 +437,7 @@ def test_rows_go_by_host_where_the_curves_are_of_hosts() -> None:
     summary = summarize(planner.decision)
     assert summary["tables_by_host"] == len(ROWS)
     ms = summary["priced_ms"]
-    assert summary["step_ms"] == ms["node_rows"] < 0.93 * ms["rows"]
+    assert summary["step_ms"] == ms["node_rows"] < 0.9 * ms["rows"]
     why = planner.explain().set_index("table")["why"]["b"]
     assert "; sent by host: 50 rows are sent instead of 99 between hosts, a step is pred" in why
     assert why.endswith(f" {ms['node_rows']:.1f} ms, {ms['rows']:.1f} directly")

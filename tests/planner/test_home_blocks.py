@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.rank_load import by_frequency, measure, plan, read_columns
 from tests.frequency.test_criteo import half_counted
+from tests.support.tables import stats_of
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.stock import over_mean
 from torchrec_picasso.cost.table_work import TableLoad
@@ -99,6 +101,11 @@ def test_a_table_without_load_compensates_none() -> None:
     assert homes.block_rows_TW[1] == (30, 30, 30)
 
 
+def test_tables_of_light_rows_compensate_those_of_heavy_rows() -> None:
+    homes = balance_homes([table(100, np.ones(100)), table(3, np.full(3, 30.0))], 2)
+    assert homes.max_over_mean < 1.02
+
+
 def test_rows_are_spread_too() -> None:
     """All requests go to ten rows, but a rank has at most 51 times the mean of the rows."""
     blocks = balance_homes([table(100_000, np.ones(10))], 64).block_rows_TW[0]
@@ -173,7 +180,9 @@ def test_bounded_counts_cut_homes_too(exponent: float) -> None:
 BATCH_SIZE = 4096
 
 
-def _decided(stats: FrequencyStats, world_size: int, num_hot: int) -> Decision:
+def _decided(
+    stats: FrequencyStats, world_size: int, num_hot: int, budget_bytes: float = float("inf")
+) -> Decision:
     facts = [
         TableInfo(
             load=TableLoad(
@@ -189,8 +198,28 @@ def _decided(stats: FrequencyStats, world_size: int, num_hot: int) -> Decision:
     ]
     curves = CommCurves.assumed(world_size, gbytes_per_s=0.1)
     return decide(
-        facts, stats, curves, world_size=world_size, batch_size=BATCH_SIZE, hot_rows=num_hot
+        facts,
+        stats,
+        curves,
+        world_size=world_size,
+        batch_size=BATCH_SIZE,
+        hot_rows=num_hot,
+        replica_budget_bytes=budget_bytes,
     )
+
+
+def test_unequal_blocks_take_the_memory_that_replicas_leave() -> None:
+    """Equal load puts the last 80 % of the rows on one rank, 300 rows above the mean."""
+    stats = stats_of({"t": 1000}, lambda _: torch.full((400,), 900), 8, BATCH_SIZE)
+    largest = {
+        (num_hot, budget): max(_decided(stats, 2, num_hot, budget).block_rows[0])
+        for num_hot in (0, 100)
+        for budget in (25_000.0, float("inf"))
+    }
+    assert largest[0, 25_000.0] == largest[0, float("inf")] == pytest.approx(800, abs=5)
+    # of the 400 rows 300 are requested, since 100 have replicas
+    assert largest[100, float("inf")] == pytest.approx(750, abs=5)
+    assert largest[100, 25_000.0] < 700
 
 
 @pytest.mark.data

@@ -10,7 +10,7 @@ must not lead to hot rows on the worse route. Assumed local costs are those of o
 hot/cold plan must be faster with another core's, too. Equal inputs give equal choices, in every
 process.
 
-Shape letters: G groups of rows with equal lookup counts.
+Shape letters: K distinct lookup counts of a table; G those of several tables.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _ONLY_ROWS: Mapping[Form, str] = dict.fromkeys(list(EXCHANGES)[1:], "it was not 
 
 _SIMPLER_MARGIN, _ONCE_MARGIN = 0.03, 0.15
 """A hot/cold plan is chosen only if its predicted step is shorter than stock's by these shares of
-the step and of what any step with hot/cold tables costs once, which decides small steps
-(``benchmarks.small_steps``) and differed by 15 % within three calibrations one after another."""
+the step and of what any step with hot/cold tables costs once. The latter decides small steps
+(``benchmarks.small_steps``); its phases took 6.0, 6.4 and 7.0 ms in three calibrations."""
 _TYPE_MARGIN = 0.05
 """Stock tables have the same sharding type unless this share of the step is gained without it: by
 noise in a curve 26 tables became row-wise, 4.39 ms, where table-wise took 3.99."""

@@ -4,7 +4,7 @@ A decision is computed from table information, statistics and curves, without a 
 TorchRec planner. The planner decides for the model that it shards; other callers may decide for any
 world size.
 
-Shape letters: U counted rows, H hot rows, W ranks.
+Shape letters: H hot rows, K distinct counts, U counted rows, T tables, W ranks.
 """
 
 from __future__ import annotations

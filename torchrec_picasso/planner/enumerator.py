@@ -2,7 +2,7 @@
 
 The enumerator makes the decision, because it knows the model's tables and their sharders. A
 hot/cold table keeps only hot/cold options, any other table its stock options. Options have the
-times of the cost model if there are curves, else TorchRec's estimates.
+times of the cost model if it chooses or there are curves, else TorchRec's estimates.
 
 Source: TorchRec ``planner/enumerators.py`` ``EmbeddingEnumerator``; only ``enumerate`` and
 ``populate_estimates`` are overridden.

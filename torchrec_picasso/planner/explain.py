@@ -44,14 +44,17 @@ def summarize(decision: Decision) -> dict[str, Any]:
     ``num_micro_batches`` (``None`` = nothing is interleaved). ``wire_ms`` and ``compute_ms``: lower
     bounds of ``step_ms``. ``dense_ms``: the dense part, 0 if not known. ``sent_bytes``: mean over
     ranks, for all tables; ``memory_bytes``: of hot/cold tables, by purpose. ``priced_ms``: the step
-    of each priced plan without hot rows, empty if the caller gave ``hot_rows``. ``stock_ms``,
-    ``stock_sent_bytes`` and ``speedup`` are ``None`` if a table has no stock option. ``ranks``: by
-    rank the lookups of all ranks' batches in its rows, of which it sends each distinct one once,
-    and its bytes; stock tables and bags count as means. ``busiest_over_mean``: by quantity the
-    busiest rank over the mean, of stock ``row_wise`` (lookups times dim, with statistics only),
-    ``table_wise`` and ``column_wise`` (outputs) too. ``stock_ranks``: lookups served, bytes sent,
-    stored and held at the peak of a step by each rank, if all tables had one of these types; it
-    receives about as many bytes as it sends. Memory is that of tables and their buffers.
+    of each priced plan without hot rows, empty if the caller gave ``hot_rows``.
+    ``home_max_over_mean``, ``even_home_max_over_mean``: requests to the busiest home rank over the
+    mean, with the plan's and with equal blocks, ``None`` without statistics or row-exchanged
+    tables. ``stock_ms``, ``stock_sent_bytes`` and ``speedup`` are ``None`` if a table has no stock
+    option. ``ranks``: by rank the lookups of all ranks' batches in its rows, of which it sends each
+    distinct one once, and its bytes; stock tables and bags count as means. ``busiest_over_mean``:
+    by quantity the busiest rank over the mean, of stock ``row_wise`` (lookups times dim, with
+    statistics only), ``table_wise`` and ``column_wise`` (outputs) too. ``stock_ranks``: lookups
+    served, bytes sent, stored and held at the peak of a step by each rank, if all tables had one of
+    these types; it receives about as many bytes as it sends. Memory is that of tables and their
+    buffers.
     """
     step, homes, curves = decision.step, decision.homes, decision.curves
     num_hot_cold, memory = sum(map(bool, decision.forms)), _memory(decision)

@@ -5,7 +5,7 @@ A hot/cold option is a row-wise option (row-exchanged) or a table-wise option (o
 the plan. The memory of replicas is added to every shard, because every rank stores all
 replicas; on a GPU to its HBM, even if home rows are in host memory.
 
-Shape letters: W ranks.
+Shape letters: T tables, W ranks.
 """
 
 from __future__ import annotations
