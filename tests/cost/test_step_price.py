@@ -81,10 +81,21 @@ def test_a_map_of_more_rows_takes_longer_for_each_row_of_sequences() -> None:
         on_rank = {"row_wise": rows / world_size, "data_parallel": 0.0}  # a dense update has none
         for kind in STOCK_TYPES:
             ms = stock_cost(kind, works, slow, world_size).backward_ms
-            expected_ns = 100 * rows * on_rank.get(kind, rows) ** 0.5
+            updated = rows * world_size if kind == "column_wise" else rows
+            expected_ns = 100 * updated * on_rank.get(kind, rows) ** 0.5
             assert ms == pytest.approx(expected_ns * 1e-6), kind
+        # a step waits for the rank that has the only table
+        alone_ms = stock_cost("table_wise", works[:1], slow, world_size).backward_ms
+        assert alone_ms == pytest.approx(100 * rows**1.5 * 1e-6)
         bags = TableWork(dataclasses.replace(sequences, is_sequence=False), world_size)
         assert stock_cost("table_wise", [bags], slow, world_size).backward_ms == 0
+
+
+def test_each_shard_of_columns_updates_every_row() -> None:
+    work = TableWork(load(), world_size=2)
+    whole, columns = (StockTotals.from_table(kind, work) for kind in ("table_wise", "column_wise"))
+    assert columns.rows == pytest.approx(2 * whole.rows)
+    assert columns.row_elements == pytest.approx(whole.row_elements)
 
 
 def test_the_busiest_rank_of_few_tables() -> None:
@@ -179,11 +190,23 @@ def test_marginal_costs_are_what_leaving_a_table_out_saves() -> None:
 
 def test_ranks_get_as_many_lookups_whatever_rows_they_repeat() -> None:
     one_row = CountSpectrum.from_counts(torch.tensor([1000]), 100)
-    works = [TableWork(own, world_size=2) for own in (load("a"), load("b", spectrum=one_row))]
-    assert works[0].unique_anywhere > 2 * works[1].unique_anywhere
-    curves = CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2)
-    for first, second in zip(*(costs.values() for costs in marginal_stock_costs(works, curves, 2))):
-        assert first.exposed_ms == pytest.approx(second.exposed_ms)
+    local = LocalCosts(stock=SideCosts(backward=PhaseCost(update_ns=1e3, hash_ns=1e3)))
+    curves = CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.2, local=local)
+    for is_sequence in (False, True):
+        loads = [load("a"), load("b", spectrum=one_row)]
+        works = [TableWork(dataclasses.replace(own, is_sequence=is_sequence), 2) for own in loads]
+        assert works[0].unique_anywhere > 2 * works[1].unique_anywhere
+        for first, second in zip(*(c.values() for c in marginal_stock_costs(works, curves, 2))):
+            assert first.exposed_ms == pytest.approx(second.exposed_ms)
+
+
+def test_bags_have_no_share_in_the_maps_of_sequences() -> None:
+    local = LocalCosts(stock=SideCosts(backward=PhaseCost(hash_ns=1e6)))
+    curves = dataclasses.replace(WIRE, local=local)
+    works = [TableWork(load(str(s), is_sequence=s), world_size=2) for s in (False, True)]
+    bags, sequences = marginal_stock_costs(works, curves, 2)
+    for kind in ("table_wise", "row_wise", "column_wise"):
+        assert bags[kind].backward_ms == 0 < sequences[kind].backward_ms
 
 
 def test_memory_counts_homes_replicas_and_state() -> None:

@@ -75,7 +75,7 @@ class StockTotals(Summable):
     lengths: float = 0.0  # bag lengths of the batch, times the ranks that each is sent to
     vector_elements: float = 0.0  # of outputs that are sent as they are
     summed_elements: float = 0.0  # of those that are sums of all ranks' parts
-    rows: float = 0.0  # distinct rows over all ranks' batches that the rank updates
+    rows: float = 0.0  # distinct rows over all ranks' batches in each shard that the rank updates
     row_elements: float = 0.0
     hashed: float = 0.0  # of sequences
     table_elements: float = 0.0
@@ -88,7 +88,8 @@ class StockTotals(Summable):
         copies = _column_shards(load, world_size) if sharding_type == "column_wise" else 1
         # a data-parallel table updates the rows of its own batch on each rank
         is_own = sharding_type == "data_parallel"
-        rows = work.unique if is_own else work.unique_anywhere / world_size
+        whole_rows = work.unique if is_own else work.unique_anywhere / world_size
+        rows = whole_rows * copies
         is_row_wise = sharding_type == "row_wise"
         is_summed, elements = is_row_wise and not load.is_sequence, load.vectors * load.dim
         return StockTotals(
@@ -99,8 +100,8 @@ class StockTotals(Summable):
             vector_elements=0.0 if is_summed else elements,
             summed_elements=elements if is_summed else 0.0,
             rows=rows,
-            row_elements=rows * load.dim,
-            hashed=hashed_work(rows, rows if is_row_wise else rows * world_size)
+            row_elements=whole_rows * load.dim,
+            hashed=hashed_work(rows, rows if is_row_wise else work.unique_anywhere)
             if load.is_sequence
             else 0.0,
             table_elements=load.num_embeddings * load.dim,
@@ -119,7 +120,7 @@ def hashed_work(rows: _Number, rows_of_table: _Number) -> _Number:
         rows: Distinct rows of a table that a rank updates, mean over ranks.
         rows_of_table: Distinct rows on a rank that has some.
     """
-    return rows * np.sqrt(rows_of_table)
+    return rows * rows_of_table**0.5
 
 
 def stock_cost(
@@ -230,9 +231,13 @@ def marginal_stock_costs(
             )
         )
         all_tables = cost_of_totals(kind, totals, uneven, curves, world_size)
+        in_sequences = sum(own.lookups for own in each if own.hashed)
         for costs, own in zip(added, each):
             own = replace(
-                own, rows=rows * own.lookups, row_elements=row_elements * own.lookup_elements
+                own,
+                rows=rows * own.lookups,
+                row_elements=row_elements * own.lookup_elements,
+                hashed=totals.hashed * own.lookups / in_sequences if own.hashed else 0.0,
             )
             others = cost_of_totals(kind, totals.plus(own, -1.0), uneven, curves, world_size)
             costs[kind] = all_tables.plus(others, -1.0)

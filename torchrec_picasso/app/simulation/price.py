@@ -175,6 +175,7 @@ class Pricing:
         elements = float((lookups_T if traffic.is_sequence else bags_T) @ dims_T)
         in_map_T = rows_T if traffic.in_blocks else rows_T * size
         copies_T = np.ones_like(parts_T) if traffic.in_blocks else parts_T
+        updated_T = rows_T * copies_T  # each shard of columns has all rows
         return StockTotals(
             features=sum(load.num_features for load in loads),
             lookups=float(lookups_T @ copies_T),
@@ -182,9 +183,9 @@ class Pricing:
             lengths=float(bags_T @ parts_T),
             vector_elements=0.0 if traffic.is_summed else elements,
             summed_elements=elements if traffic.is_summed else 0.0,
-            rows=float(rows_T.sum()),
+            rows=float(updated_T.sum()),
             row_elements=float(rows_T @ dims_T),
-            hashed=float(hashed_work(rows_T, in_map_T).sum()) if traffic.is_sequence else 0.0,
+            hashed=float(hashed_work(updated_T, in_map_T).sum()) if traffic.is_sequence else 0.0,
         )
 
 
