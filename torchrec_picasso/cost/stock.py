@@ -110,9 +110,9 @@ class StockTotals(Summable):
 
 def hashed_work(rows: _Number, rows_of_table: _Number) -> _Number:
     """Returns the work of finding equal rows of sequences. FBGEMM's CPU kernel of sequences fills
-    hash maps: a row takes 0.2 to 0.4 us longer than one of bags if there are 2,000 of the table,
-    0.9 of 16,000, 1.9 of 64,000 and 3 to 4 of 256,000 (docs/dev/log.md, 2026-11-27), about like the
-    root of their number.
+    hash maps: a row takes 0.2 to 0.4 us longer than one of bags if there are 2,000 of one table,
+    0.9 of 16,000, 1.9 of 64,000 and 3 to 4 of 256,000, about like the root of their number; 16
+    tables of 1,000 rows take 1.0 (docs/dev/log.md, 2026-11-27).
 
     Source: FBGEMM, ``split_embedding_nobag_backward_exact_cpu_kernel``.
 
@@ -176,11 +176,11 @@ def cost_of_totals(
     # an all-to-all of splits, then one of lengths and one of values
     ids_wire_ms = exchange_ms("all_to_all", 0) + 2 * exchange_ms("all_to_all", busiest_ids / 2)
     rows = vector_bytes + summed_bytes
-    costs = curves.local.stock
+    costs, without_maps = curves.local.stock, replace(work, hashed=0.0)
     return StockCost(
-        ids_ms=costs.input_dist.ms(work),
+        ids_ms=costs.input_dist.ms(without_maps),
         ids_wire_ms=ids_wire_ms,
-        forward_ms=costs.forward.ms(work),
+        forward_ms=costs.forward.ms(without_maps),
         forward_wire_ms=outputs_ms("rows", "reduce_scatter"),
         backward_ms=costs.backward.ms(work),
         backward_wire_ms=outputs_ms("gradients", "all_gather"),
@@ -191,7 +191,8 @@ def cost_of_totals(
 def local_work(
     totals: StockTotals, uneven: float, world_size: int, num_modules: int = 1
 ) -> LocalWork:
-    """Returns the work of the busiest rank in each phase: costs are fitted to it, and price it."""
+    """Returns the work of the busiest rank in each phase, hash maps in backward only: costs are
+    fitted to it, and price it."""
     # a partial sum of every bag of all ranks is written, with rows of it here or not
     output = totals.vector_elements * uneven + totals.summed_elements * world_size
     return LocalWork(

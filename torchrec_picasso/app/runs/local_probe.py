@@ -236,5 +236,6 @@ def _works(probe: _Probe, num_ranks: int, *, is_hot_cold: bool) -> Sequence[Loca
         return hot_cold.local_works(totals, num_packs=probe.packs)
     stock_totals = StockTotals.sum(StockTotals.from_table("table_wise", work) for work in works)
     uneven = stock.max_over_mean("table_wise", loads, num_ranks)
-    work = stock.local_work(stock_totals, uneven, num_ranks)
-    return [replace(work, rows=0.0)] * len(PHASES)  # a rank's rows are those that it updates
+    # a rank's rows are those that it updates
+    work = replace(stock.local_work(stock_totals, uneven, num_ranks), rows=0.0)
+    return [replace(work, hashed=0.0)] * (len(PHASES) - 1) + [work]
