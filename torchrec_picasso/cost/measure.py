@@ -35,8 +35,8 @@ _SHARE = 1 / 3
 _LEAST_SHARE = 1 / 20
 """Of the budget, for the CPU time per byte: where a machine is disturbed, nothing may be left."""
 _LATE_S, _LATE_SHARE = 1e-3, 0.1
-"""Delay of the late rank, at least, and in the first call's time. In a step ranks are some ms apart
-and gloo's all-to-all carries one direction at a time; 1 ms apart, 8 MB took either 72 or 140 ms."""
+"""Delay of the late rank: least seconds, and share of a call's time. In a step ranks are some ms
+apart and gloo's all-to-all carries one direction at a time; 1 ms apart, 8 MB took 72 or 140 ms."""
 _CALLS = {**dict.fromkeys(COLLECTIVES, 1), "row_exchange": 2, **dict.fromkeys(LEVELS, 4)}
 """Calls in a row that a time is the mean of. A rank that leaves the barrier late times the rest of
 its first exchange only: eight ranks on two cores leave it up to 50 ms apart, and the slowest time

@@ -77,7 +77,7 @@ class StockTotals(Summable):
     summed_elements: float = 0.0  # of those that are sums of all ranks' parts
     rows: float = 0.0  # distinct rows over all ranks' batches in each shard that the rank updates
     row_elements: float = 0.0
-    hashed: float = 0.0  # of sequences
+    hashed: float = 0.0  # :func:`hashed_work` of sequences
     table_elements: float = 0.0
 
     @staticmethod

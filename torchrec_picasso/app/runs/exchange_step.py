@@ -22,8 +22,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec_picasso.app.runs.placements import Placement
 
 _LEARNING_RATE = 0.01
-
-
 _POOLED: Any = EmbeddingBagCollection, EmbeddingBagConfig
 _SEQUENCES: Any = EmbeddingCollection, EmbeddingConfig
 
