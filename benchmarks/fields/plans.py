@@ -24,18 +24,19 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from benchmarks.fields.workload import ModelTable
 from torchrec_picasso import (
     CommCurves,
     FrequencyStats,
-    HotColdEmbeddingBagCollectionSharder,
-    HotColdEmbeddingCollectionSharder,
-    HotColdParams,
     hot_cold_planner,
 )
-from torchrec_picasso.app.runs.placements import AnyTypeSharder, Placement
+from torchrec_picasso.app.runs.placements import (
+    AnyTypeSharder,
+    Placement,
+    hot_cold_sharders,
+    owner_pooled,
+)
 from torchrec_picasso.planner.decision import Decision
 from torchrec_picasso.planner.explain import summarize
 from torchrec_picasso.planner.planner import HotColdPlanner
@@ -104,21 +105,11 @@ def _planned(
 
 def plan_bags(tables: Sequence[ModelTable], model: nn.Module, pg: dist.ProcessGroup) -> Planned:
     """The homes of :func:`plan_table_wise`; tables of pooled collections are hot/cold bags."""
-    table_wise_plan = plan_table_wise(tables, model, pg).placement.plan
-    for path in table_wise_plan.plan:
-        if isinstance(model.get_submodule(path), EmbeddingBagCollection):
-            for sharding in table_wise_plan.plan[path].values():
-                sharding.cache_params = HotColdParams(form="bags")
-    placement = Placement(name="bags", plan=table_wise_plan, sharders=_our_sharders())
-    return Planned(placement=placement)
+    return Planned(placement=owner_pooled(plan_table_wise(tables, model, pg).placement, model))
 
 
 def _stock_sharders() -> list[Any]:
     return [AnyTypeSharder(), EmbeddingCollectionSharder()]
-
-
-def _our_sharders() -> list[Any]:
-    return [HotColdEmbeddingBagCollectionSharder(), HotColdEmbeddingCollectionSharder()]
 
 
 def deal_by_size(sizes: Sequence[int], num_ranks: int) -> list[int]:
@@ -163,7 +154,7 @@ def plan_hot_cold(
     curves: CommCurves,
 ) -> Planned:
     """This package's planner. Collective."""
-    sharders = _our_sharders()
+    sharders = hot_cold_sharders()
     planner = _our_planner(pg, batch_size, hot_rows, stats, curves)
     plan = planner.collective_plan(model, sharders, pg)
     placement = Placement(name="hot_cold", plan=plan, sharders=sharders)
@@ -179,7 +170,7 @@ def decide_hot_cold(
 ) -> Decision:
     """Decision of this package's planner, made on every rank by itself."""
     planner = _our_planner(pg, batch_size, None, stats, curves)
-    planner.plan(model, _our_sharders())
+    planner.plan(model, hot_cold_sharders())
     return planner.decision
 
 

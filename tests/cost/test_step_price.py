@@ -316,28 +316,32 @@ def test_bags_send_lookups_lengths_and_pooled_vectors() -> None:
 @pytest.mark.parametrize(
     ("phase", "term", "where", "number"),
     [
-        # a home rank gets no row numbers of bags; their lookups are sorted in backward
+        # a home rank gets no row numbers of bags
         ("input_dist", "update_ns", "update_ms", 0),
-        ("input_dist", "lookup_ns", "update_ms", 3 * BATCH / 2),
+        ("input_dist", "lookup_ns", "ids_ms", 0),
+        ("input_dist", "bag_lookup_ns", "ids_ms", 3 * BATCH),
         ("forward", "lookup_ns", "bag_pool_ms", 3 * BATCH),
         ("forward", "row_ns", "gather_ms", BATCH),
         ("forward", "update_ns", "gather_ms", "home rows"),
         ("backward", "lookup_ns", "update_ms", 3 * BATCH),
+        ("backward", "bag_lookup_ns", "update_ms", 3 * BATCH),
         ("backward", "bag_element_ns", "update_ms", DIM * BATCH),
         ("backward", "update_ns", "update_ms", "home rows"),
-        ("stock's input_dist", "lookup_ns", "ids_ms", 3 * BATCH),
     ],
 )
 def test_each_work_on_bags_has_its_price_once(
     phase: str, term: str, where: str, number: float | str
 ) -> None:
-    item, own = work(pooling=3), phase.removeprefix("stock's ")
-    costs = SideCosts(**{own: PhaseCost(**{term: 1e6})})  # type: ignore[arg-type]
-    is_own = own == phase
-    local = dataclasses.replace(FREE, **{"hot_cold" if is_own else "stock": costs})  # type: ignore[arg-type]
-    times = dataclasses.asdict(exchange_times(HotColdTotals.from_table(item, 0, "bags"), local))
+    item, totals = work(pooling=3), HotColdTotals.from_table(work(pooling=3), 0, "bags")
+    costs = SideCosts(**{phase: PhaseCost(**{term: 1e6})})  # type: ignore[arg-type]
+    local = dataclasses.replace(FREE, hot_cold=costs)
+    times = dataclasses.asdict(exchange_times(totals, local))
     expected = item.unique_anywhere / 2 if isinstance(number, str) else number
     assert times == pytest.approx(dict.fromkeys(times, 0.0) | {where: expected})
+    # the busiest home rank pools bags, and copies and updates as many as others
+    uneven = dataclasses.asdict(exchange_times(totals, local, uneven_bags=1.5))
+    is_pooling = phase != "input_dist" and term in ("lookup_ns", "bag_lookup_ns", "bag_element_ns")
+    assert uneven[where] == pytest.approx(expected * (1.5 if is_pooling else 1.0))
 
 
 def test_elements_of_several_packs_are_copied_twice_each_way() -> None:

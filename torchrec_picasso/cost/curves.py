@@ -38,7 +38,7 @@ LEVELS = ("inside", "across")
 """Names of the row exchanges among the ranks of each host, and among those of each place on all
 hosts, see :mod:`torchrec_picasso.exchange.by_host`."""
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2  # 1 had no price of bags' lookups
 _BYTES_PER_MS_TO_GB_PER_S = 1e-6
 _ASSUMED_CORE_NS = 1.0
 """CPU time to send and receive a byte through sockets on one core of a server CPU, nanoseconds."""
@@ -46,8 +46,6 @@ _CLEARLY = 1.25
 """Factor by which times of neighbouring sizes, one 4 times the other, differ beyond noise."""
 _LARGEST = 1e18  # far beyond any time or number of bytes
 _LONGEST_SHOWN = 200
-_FORMER_FIELDS = ("levels", "median_error", "worst_error")
-"""Fields of files of earlier versions that nothing reads."""
 _HINT = "create it with `torchrec-picasso calibrate` or CommCurves.measure(pg).to_json(path)"
 
 
@@ -369,11 +367,10 @@ def read(kind: Any, value: Any, place: str) -> Any:
 
 def _read_dataclass(kind: Any, value: Mapping[str, Any], place: str) -> Any:
     hints = get_type_hints(kind)
-    unknown = value.keys() - hints.keys() - {*_FORMER_FIELDS}
+    unknown = value.keys() - hints.keys()
     if unknown:
         raise PicassoError(f"{place}.{shorten(min(unknown))[1:-1]} is unknown")
-    known = {name: item for name, item in value.items() if name in hints}
-    fields = {name: read(hints[name], item, f"{place}.{name}") for name, item in known.items()}
+    fields = {name: read(hints[name], item, f"{place}.{name}") for name, item in value.items()}
     try:
         return kind(**fields)
     except TypeError as error:

@@ -33,9 +33,6 @@ _LARGEST_INT32 = 2**31 - 1
 # 2.9 ms with 5,900, 3.7 ms with 21,700 of D=64 (four packs): 0.3 to 1.0 ns for each of four copies
 # of an element, beside the cost of a pack.
 _COPY_NS = 0.7
-_SORT_SHARE = 0.5
-"""Of the work on a lookup's id before its row is fetched: the sort by row. At 0.5 the backward of
-bags was predicted at 0.8 to 1.1 of what was measured, at 1 at 0.9 to 1.2 (six shapes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,42 +118,35 @@ def exchange_times(
     num_modules: int = 1,
     num_packs: int = 1,
     num_parts: int = 1,
+    uneven_bags: float = 1.0,
 ) -> ExchangeTimes:
     """Predicts the local work of one step in ``num_parts`` micro-batches.
 
-    A home rank pools the lookups of bags and sums their gradients by row with the operators of
-    row-exchanged tables, and sorts these lookups by row in backward. Their ids are only sent.
+    The work of a home rank on bags in forward is theirs alone; that in backward counts as update.
     """
     ids, fetched, updated = local_works(totals, num_modules, num_packs, num_parts)
-    bag_work = LocalWork(
-        lookups=totals.bag_lookups,
-        lookup_elements=totals.bag_lookup_elements,
-        bag_elements=totals.bag_elements,
-    )
-    ours, million_bag_lookups = costs.hot_cold, totals.bag_lookups * 1e-6
+    bags, ours = work_on_bags(totals, uneven_bags), costs.hot_cold
     # two copies of each element in forward, two in backward
     copies_ms = 2 * totals.cold_elements * _COPY_NS * 1e-6 if num_packs > 1 else 0.0
     call_ms, pool_ms, gather_ms = ours.forward.split_ms(fetched)
     backward_call_ms, sum_ms, update_ms = ours.backward.split_ms(updated)
-    bag_sum_ms = ours.backward.split_ms(bag_work)[1]
-    bag_sort_ms = _SORT_SHARE * ours.input_dist.lookup_ns * million_bag_lookups
     return ExchangeTimes(
-        ids_ms=ours.input_dist.ms(ids) + costs.stock.input_dist.lookup_ns * million_bag_lookups,
+        ids_ms=ours.input_dist.ms(ids),
         call_ms=call_ms,
         pool_ms=pool_ms,
-        bag_pool_ms=ours.forward.split_ms(bag_work)[1],
+        bag_pool_ms=ours.forward.ms(bags),
         gather_ms=gather_ms + copies_ms,
         backward_call_ms=backward_call_ms,
         sum_ms=sum_ms,
-        update_ms=update_ms + copies_ms + bag_sum_ms + bag_sort_ms,
+        update_ms=update_ms + copies_ms + ours.backward.ms(bags),
     )
 
 
 def local_works(
     totals: HotColdTotals, num_modules: int = 1, num_packs: int = 1, num_parts: int = 1
 ) -> tuple[LocalWork, LocalWork, LocalWork]:
-    """Returns the work on ids, in forward and in backward: costs are fitted to it, and price it. A
-    received bag is copied like a row."""
+    """Returns the work on ids, in forward and in backward, without :func:`work_on_bags`. Costs are
+    fitted to both, and price them. A received bag is copied like a row."""
     row_elements = totals.unique_elements + totals.bag_elements
     fetched = LocalWork(
         calls=num_modules,
@@ -178,8 +168,28 @@ def local_works(
         row_elements=totals.cold_elements + totals.touched_elements + totals.bag_elements,
         updated=fetched.updated + totals.touched,
     )
-    ids = replace(fetched, rows=totals.unique, row_elements=totals.unique_elements)
-    return replace(ids, buffer_elements=0.0, updated=totals.updated), fetched, updated
+    ids = replace(
+        fetched,
+        bag_lookups=totals.bag_lookups,
+        rows=totals.unique,
+        row_elements=totals.unique_elements,
+        buffer_elements=0.0,
+        updated=totals.updated,
+    )
+    return ids, fetched, updated
+
+
+def work_on_bags(totals: HotColdTotals, uneven: float) -> LocalWork:
+    """Returns the work of the busiest home rank on owner-pooled bags, once in forward and once in
+    backward: it pools them, and sums their gradients, with the operators of row-exchanged tables.
+    ``uneven`` is its load divided by the mean."""
+    return LocalWork(
+        calls=0.0,
+        lookups=totals.bag_lookups * uneven,
+        bag_lookups=totals.bag_lookups * uneven,
+        lookup_elements=totals.bag_lookup_elements * uneven,
+        bag_elements=totals.bag_elements * uneven,
+    )
 
 
 def bit_bytes(num_hot: float, world_size: int) -> tuple[int, int]:

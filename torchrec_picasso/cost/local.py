@@ -17,6 +17,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
+from torchrec_picasso.cost.table_work import Summable
 from torchrec_picasso.errors import PicassoError
 
 PHASES = ("input_dist", "forward", "backward")
@@ -28,19 +29,20 @@ PHASES = ("input_dist", "forward", "backward")
 _KEPT_BYTES = 32 << 20
 _ELEMENT_BYTES = 4
 
-_SCALES = (1.0, 1e-3, *[1e-6] * 8, 1.0)
+_SCALES = (1.0, 1e-3, *[1e-6] * 9, 1.0)
 """Milliseconds in the unit of each coefficient: ms, us, ns."""
 _FORWARD_SHARE = 1 / 3
 """Assumed share of forward: backward has two matrix products for each product of forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalWork:
+class LocalWork(Summable):
     """The work of one rank in one phase of a step."""
 
     calls: float = 1.0  # sharded modules: stock tables of each sharding type count as one
     features: float = 0.0
     lookups: float = 0.0
+    bag_lookups: float = 0.0  # of owner-pooled tables: ids to send, and to sort in backward
     rows: float = 0.0  # rows that are fetched, or whose gradients are summed
     lookup_elements: float = 0.0  # lookups x dim
     bag_elements: float = 0.0  # pooled vectors x dim
@@ -65,6 +67,7 @@ class PhaseCost:
     fixed_ms: float = 0.0  # per call
     feature_us: float = 0.0
     lookup_ns: float = 0.0
+    bag_lookup_ns: float = 0.0
     row_ns: float = 0.0
     lookup_element_ns: float = 0.0  # per lookup and column
     bag_element_ns: float = 0.0  # per pooled vector and column
@@ -130,13 +133,14 @@ class SideCosts:
 # per bag (docs/dev/log.md, 2026-11-24): what was measured per lookup element is assumed per bag
 # element. Sequences were measured on an AMD EPYC (docs/dev/log.md, 2026-11-27).
 _ASSUMED_HOT_COLD = SideCosts(
-    input_dist=PhaseCost(fixed_ms=2.9, feature_us=18, lookup_ns=115, row_ns=60),
+    input_dist=PhaseCost(fixed_ms=2.9, feature_us=18, lookup_ns=115, bag_lookup_ns=17, row_ns=60),
     forward=PhaseCost(
         fixed_ms=0.9, lookup_ns=1, row_ns=46, bag_element_ns=1.0, row_element_ns=2.0, pack_ms=0.3
     ),
     backward=PhaseCost(
         fixed_ms=1.6,
         lookup_ns=16,
+        bag_lookup_ns=57,
         bag_element_ns=0.5,
         row_element_ns=3.7,
         update_ns=150,
@@ -164,7 +168,13 @@ _ASSUMED_STOCK = SideCosts(
 # the sweep of docs/dev/log.md, 2026-11-24. Its update of a stock row takes 17 to 38 ns.
 _NEWER_HOT_COLD = SideCosts(
     input_dist=PhaseCost(
-        fixed_ms=1.5, feature_us=8.7, lookup_ns=26, bag_element_ns=0.06, update_ns=31, pack_ms=0.2
+        fixed_ms=1.5,
+        feature_us=8.7,
+        lookup_ns=26,
+        bag_lookup_ns=2.8,
+        bag_element_ns=0.06,
+        update_ns=31,
+        pack_ms=0.2,
     ),
     forward=PhaseCost(
         fixed_ms=0.35,
@@ -177,6 +187,7 @@ _NEWER_HOT_COLD = SideCosts(
     backward=PhaseCost(
         fixed_ms=0.68,
         lookup_ns=7.6,
+        bag_lookup_ns=13,
         bag_element_ns=0.06,
         row_element_ns=3.0,
         paged_element_ns=0.62,

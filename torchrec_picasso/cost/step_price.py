@@ -119,7 +119,7 @@ class StepPricer:
         prices = []
         for count in self._micro_batch_counts:
             setting = Setting(count, lookahead=True)
-            local = exchange_times(totals, costs, num_modules, num_packs, count)
+            local = exchange_times(totals, costs, num_modules, num_packs, count, uneven_bags)
             for each in exchanges:
                 local = each.with_own_work(local, costs)
             times = self._times(totals, ways, local, count, first_used)

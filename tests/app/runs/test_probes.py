@@ -30,8 +30,9 @@ from torchrec_picasso.app.runs.step_probe import StepProbe
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.hot_cold import _COPY_NS, HotColdTotals, exchange_times
 from torchrec_picasso.cost.local import PHASES, DenseTimes, LocalCosts, PhaseCost, SideCosts
-from torchrec_picasso.cost.stock import stock_cost
+from torchrec_picasso.cost.stock import max_over_mean, stock_cost
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
+from torchrec_picasso.placement import Form
 
 POOLED = Question(model="columns", data=UNIFORM, batch_size=256, max_rows=50, dim=8)
 SEQUENCES = SequenceJob(placement={"*": 0})
@@ -82,7 +83,7 @@ def _probe_in(rank: int, world_size: int, shares_s: list[tuple[float, float]]) -
     group, found, run = dist.group.WORLD, [], local_probe.ExchangeStep.run
     assert group is not None
     device = torch.device("cpu")
-    step = local_probe._exchange_step("hot_cold", [probe], group, device, time.thread_time)
+    step = local_probe._exchange_step("rows", [probe], group, device, time.thread_time)
     for share_s in shares_s:
         batches: list[KeyedJaggedTensor] = []
 
@@ -137,7 +138,7 @@ def test_a_probe_grows_where_steps_of_the_next_size_fit_and_takes_the_slowest_ra
     assert sizes == other_sizes == [16, 16, *[64] * 4]
     assert not torch.equal(ids, other_ids)
     # 64 rows in use, over the whole table
-    table_rows = (128 << 20) // (4 * 16 * 4)
+    table_rows = (64 << 20) // (4 * 16 * 4)
     assert set((ids % (table_rows // 64)).tolist()) == {0}
     assert ids.max() > table_rows / 2
 
@@ -172,21 +173,23 @@ def test_what_costs_are_fitted_to_is_what_they_price(
         is_sequence=probe.is_sequence,
     )
     works = [TableWork(dataclasses.replace(load, dim=dim), num_ranks) for dim in probe.table_dims]
-    totals = HotColdTotals.sum(HotColdTotals.from_table(work, 0) for work in works)
-    priced = exchange_times(totals, curves.local, num_packs=probe.packs)
-    copies_ms = 4 * totals.cold_elements * _COPY_NS * 1e-6 * (probe.packs > 1)
-    fitted = local_probe._works(probe, num_ranks, is_hot_cold=True)
-    assert sum(map(each.ms, fitted)) + copies_ms == pytest.approx(
-        sum(dataclasses.asdict(priced).values())
-    )
-    stock = stock_cost("table_wise", works, curves, num_ranks)
-    fitted = local_probe._works(probe, num_ranks, is_hot_cold=False)
-    assert sum(map(each.ms, fitted)) == pytest.approx(stock.compute_ms)
+    uneven = max_over_mean("table_wise", [work.load for work in works], num_ranks)
+    for placement in probe.placements:
+        fitted = sum(map(each.ms, local_probe._works(probe, num_ranks, placement)))
+        if placement == "table_wise":
+            stock = stock_cost("table_wise", works, curves, num_ranks)
+            assert fitted == pytest.approx(stock.compute_ms)
+            continue
+        form: Form = "bags" if placement == "bags" else "rows"
+        totals = HotColdTotals.sum(HotColdTotals.from_table(work, 0, form) for work in works)
+        priced = exchange_times(totals, curves.local, num_packs=probe.packs, uneven_bags=uneven)
+        copies_ms = 4 * totals.cold_elements * _COPY_NS * 1e-6 * (probe.packs > 1)
+        assert fitted + copies_ms == pytest.approx(sum(dataclasses.asdict(priced).values()))
 
 
 def _costs(factor: float) -> SideCosts:
     """Costs that fits find again: one term of each phase."""
-    phases = PhaseCost(lookup_ns=factor), PhaseCost(fixed_ms=factor), PhaseCost(update_ns=factor)
+    phases = PhaseCost(feature_us=factor), PhaseCost(fixed_ms=factor), PhaseCost(update_ns=factor)
     return SideCosts(**dict(zip(PHASES, phases)))  # type: ignore[arg-type]
 
 
@@ -207,8 +210,8 @@ def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], i
 
     def measured(side: str, probe: Any, device: Any, share_s: float) -> tuple[Any, list[float]]:
         shares_s.append(share_s)
-        works = local_probe._works(probe, 2, is_hot_cold=side == "hot_cold")
-        costs = _costs(1.0 if side == "hot_cold" else 2.0)
+        works = local_probe._works(probe, 2, side)
+        costs = _costs(2.0 if side == "table_wise" else 1.0)
         return probe, [getattr(costs, phase).ms(work) for phase, work in zip(PHASES, works)]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -231,7 +234,8 @@ def test_costs_of_both_sides_are_those_of_the_slowest_host() -> None:
             assert dataclasses.asdict(found) == pytest.approx(
                 dataclasses.asdict(expected), rel=1e-6, abs=1e-6
             )
-    num_probes = 2 * len(local_probe.PROBES)
+    num_pooled = sum(not probe.is_sequence for probe in local_probe.PROBES)
+    num_probes = 2 * len(local_probe.PROBES) + num_pooled  # and their bags
     assert num_windows == num_calls == num_probes == local_probe.NUM_PROBES
     # equal shares of what is left, and nothing takes time
     assert shares_s == pytest.approx([2800.0 / left for left in range(num_probes, 0, -1)], rel=0.01)

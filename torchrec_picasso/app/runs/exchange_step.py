@@ -29,8 +29,8 @@ _SEQUENCES: Any = EmbeddingCollection, EmbeddingConfig
 def table_collection(
     rows_T: Sequence[int], dims_T: Sequence[int], *, is_sequence: bool = False
 ) -> nn.Module:
-    """Tables ``t_c1, t_c2, ...`` on the meta device, one feature each, with row-wise Adagrad, that
-    pool their rows or return those of sequences."""
+    """Tables ``t_c1, t_c2, ...`` on the meta device, one feature each, with row-wise Adagrad and
+    rows of zeros, that pool their rows or return those of sequences."""
     collection_type, config_type = _SEQUENCES if is_sequence else _POOLED
     collection: nn.Module = collection_type(
         tables=[
@@ -39,6 +39,7 @@ def table_collection(
                 embedding_dim=dim,
                 num_embeddings=rows,
                 feature_names=[f"c{index + 1}"],
+                init_fn=nn.init.zeros_,  # several times faster than random numbers
             )
             for index, (rows, dim) in enumerate(zip(rows_T, dims_T))
         ],

@@ -21,19 +21,20 @@ import torch.distributed as dist
 
 from torchrec_picasso.app.runs.exchange_step import ExchangeStep, make_batch, table_collection
 from torchrec_picasso.app.runs.pace import Pace, times_fitting
-from torchrec_picasso.app.runs.placements import make_placement
+from torchrec_picasso.app.runs.placements import make_placement, owner_pooled
 from torchrec_picasso.cost import hot_cold, stock
 from torchrec_picasso.cost.hot_cold import HotColdTotals
 from torchrec_picasso.cost.local import PHASES, LocalCosts, LocalWork, PhaseCost, SideCosts
 from torchrec_picasso.cost.stock import StockTotals
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
+from torchrec_picasso.placement import Form
 
-_BUDGET_S = 18.0  # on a slow core 16 to 21 of 28 probes keep all samples (docs/dev/log.md)
+_BUDGET_S = 18.0
 _WARMUP_STEPS, _FEWEST_STEPS, _MOST_STEPS = 2, 3, 5
 _FEW, _GROWTH = 1 / 16, 4
 """Share of its samples that a probe begins with, and keeps on a slow core or network; where time
 allows, it grows by this factor."""
-_TABLES_BYTES = 1 << 27  # larger than caches and TLB
+_TABLES_BYTES = 1 << 26  # larger than caches and TLB
 _ELEMENT_BYTES = 4
 
 
@@ -73,6 +74,11 @@ class _Probe:
         return self.is_sequence, self.table_dims
 
     @property
+    def placements(self) -> tuple[str, ...]:
+        """Placements that are measured: hot/cold rows and bags, and stock's."""
+        return ("rows", "table_wise") if self.is_sequence else ("rows", "bags", "table_wise")
+
+    @property
     def table_rows(self) -> int:
         """Rows of each table."""
         return max(self.used_rows, _TABLES_BYTES // (sum(self.table_dims) * _ELEMENT_BYTES))
@@ -92,14 +98,11 @@ PROBES = (
     _Probe(tables=26, batch_size=1024, dim=64, rows_per_sample=1 / 4, ids=5),
     _Probe(tables=26, batch_size=512, dim=128, rows_per_sample=4),
     _Probe(tables=26, batch_size=2048, dim=128, rows_per_sample=1 / 8),
-    _Probe(tables=26, batch_size=3072, dim=128, rows_per_sample=2),
-    _Probe(tables=26, batch_size=3072, dim=128, rows_per_sample=1 / 8),
     _Probe(tables=26, batch_size=1024, dim=128, rows_per_sample=1, ids=5),
 )
 """Those with the same tables follow each other, as sharding takes longer than many a probe's steps;
 the last ones, if time runs short, are large enough with fewer samples, too."""
-_SIDES = "hot_cold", "table_wise"
-NUM_PROBES = len(_SIDES) * len(PROBES)
+NUM_PROBES = sum(len(probe.placements) for probe in PROBES)
 """How often :func:`measure_local_costs` calls ``between``."""
 
 
@@ -129,19 +132,19 @@ def measure_local_costs(
     else:
         groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         pg, clock = groups[dist.get_rank()], time.perf_counter
-    measured: dict[str, list[tuple[Sequence[LocalWork], list[float]]]]
-    measured = {side: [] for side in _SIDES}
+    measured: dict[bool, list[tuple[Sequence[LocalWork], list[float]]]] = {True: [], False: []}
+    """By whether tables are hot/cold."""
     end_s, num_left = time.perf_counter() + budget_s, NUM_PROBES
     for _, same_tables in groupby(PROBES, lambda probe: probe.module_key):
         probes = list(same_tables)
-        for placement, results in measured.items():
+        for placement in probes[0].placements:
             step = _exchange_step(placement, probes, pg, device, clock)
             for probe in probes:
                 pace.sample()
                 share_s = (end_s - time.perf_counter()) / num_left
                 part, phases_ms = _measure(step, probe, device, share_s)
-                is_hot_cold = placement == "hot_cold"
-                results.append((_works(part, pg.size(), is_hot_cold=is_hot_cold), phases_ms))
+                works = _works(part, pg.size(), placement)
+                measured[placement != "table_wise"].append((works, phases_ms))
                 num_left -= 1
                 start_s = time.perf_counter()
                 between()
@@ -154,14 +157,14 @@ def measure_local_costs(
         dist.all_reduce(slowest, dist.ReduceOp.MAX)  # hosts may differ in cores
         slowdown = float(slowest)
     costs = {}
-    for placement, results in measured.items():
+    for is_hot_cold, results in measured.items():
         works, times = zip(*results)
         input_dist, forward, backward = (
             PhaseCost.fit(phase_works, [slowdown * ms for ms in phase_ms])
             for phase_works, phase_ms in zip(zip(*works), zip(*times))
         )
-        costs[placement] = SideCosts(input_dist=input_dist, forward=forward, backward=backward)
-    return LocalCosts(hot_cold=costs["hot_cold"], stock=costs["table_wise"], measured=True)
+        costs[is_hot_cold] = SideCosts(input_dist=input_dist, forward=forward, backward=backward)
+    return LocalCosts(hot_cold=costs[True], stock=costs[False], measured=True)
 
 
 def _exchange_step(
@@ -176,9 +179,10 @@ def _exchange_step(
     is_sequence = probes[0].is_sequence
     collection = table_collection([rows] * len(dims), dims, is_sequence=is_sequence)
     batch_size = max(probe.batch_size for probe in probes)
-    placement = make_placement(
-        placement_name, collection, pg, device_type=device.type, batch_size=batch_size
-    )
+    kind = "hot_cold" if placement_name == "rows" else "table_wise"
+    placement = make_placement(kind, collection, pg, device_type=device.type, batch_size=batch_size)
+    if placement_name == "bags":
+        placement = owner_pooled(placement, collection)
     return ExchangeStep(collection, placement, pg, device, clock)
 
 
@@ -218,7 +222,7 @@ def _measure(
     return part, [median(times_ms) for times_ms in slowest.T.tolist()]
 
 
-def _works(probe: _Probe, num_ranks: int, *, is_hot_cold: bool) -> Sequence[LocalWork]:
+def _works(probe: _Probe, num_ranks: int, placement: str) -> Sequence[LocalWork]:
     """Work of the busiest rank in each phase of a step of a probe, as it is priced."""
     bags, lookups = float(probe.batch_size), float(probe.batch_size * probe.ids)
     load = TableLoad(
@@ -231,11 +235,13 @@ def _works(probe: _Probe, num_ranks: int, *, is_hot_cold: bool) -> Sequence[Loca
     )
     loads = [replace(load, dim=dim) for dim in probe.table_dims]
     works = [TableWork(load, num_ranks) for load in loads]
-    if is_hot_cold:
-        totals = HotColdTotals.sum(HotColdTotals.from_table(work, 0) for work in works)
-        return hot_cold.local_works(totals, num_packs=probe.packs)
-    stock_totals = StockTotals.sum(StockTotals.from_table("table_wise", work) for work in works)
     uneven = stock.max_over_mean("table_wise", loads, num_ranks)
+    if placement != "table_wise":
+        form: Form = "bags" if placement == "bags" else "rows"
+        totals = HotColdTotals.sum(HotColdTotals.from_table(work, 0, form) for work in works)
+        ids, *others = hot_cold.local_works(totals, num_packs=probe.packs)
+        return [ids, *(work.plus(hot_cold.work_on_bags(totals, uneven)) for work in others)]
+    stock_totals = StockTotals.sum(StockTotals.from_table("table_wise", work) for work in works)
     # a rank's rows are those that it updates
     work = replace(stock.local_work(stock_totals, uneven, num_ranks), rows=0.0)
     return [replace(work, hashed=0.0)] * (len(PHASES) - 1) + [work]

@@ -20,6 +20,7 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_picasso.app.config import PLACEMENTS
 from torchrec_picasso.app.zoo.tables import tables_of
@@ -121,6 +122,15 @@ def make_placement(
         )
     plan = planner.collective_plan(model, sharders, pg)
     return Placement(name=name, plan=plan, sharders=sharders, hot_rows=_hot_rows_of(plan))
+
+
+def owner_pooled(table_wise: Placement, model: nn.Module) -> Placement:
+    """Makes the pooled tables of a table-wise plan hot/cold bags of the same homes, in place."""
+    for path, module_plan in table_wise.plan.plan.items():
+        if isinstance(model.get_submodule(path), EmbeddingBagCollection):
+            for sharding in module_plan.values():
+                sharding.cache_params = HotColdParams(form="bags")
+    return Placement(name="bags", plan=table_wise.plan, sharders=hot_cold_sharders())
 
 
 def _stock_constraints(
