@@ -35,7 +35,7 @@ from torchrec_picasso.app.runs.placements import (
     AnyTypeSharder,
     Placement,
     hot_cold_sharders,
-    owner_pooled,
+    with_form,
 )
 from torchrec_picasso.planner.decision import Decision
 from torchrec_picasso.planner.explain import summarize
@@ -105,7 +105,8 @@ def _planned(
 
 def plan_bags(tables: Sequence[ModelTable], model: nn.Module, pg: dist.ProcessGroup) -> Planned:
     """The homes of :func:`plan_table_wise`; tables of pooled collections are hot/cold bags."""
-    return Planned(placement=owner_pooled(plan_table_wise(tables, model, pg).placement, model))
+    stock = plan_table_wise(tables, model, pg).placement
+    return Planned(placement=with_form(stock, model, "bags"))
 
 
 def _stock_sharders() -> list[Any]:

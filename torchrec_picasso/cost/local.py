@@ -298,11 +298,12 @@ def non_negative_least_squares(a_MX: np.ndarray, b_M: np.ndarray) -> np.ndarray:
     num_terms = a_MX.shape[1]
     # columns are scaled to length 1, because terms differ by orders of magnitude
     scale_X = np.linalg.norm(a_MX, axis=0)
+    used = np.flatnonzero(scale_X).tolist()
     scale_X[scale_X == 0] = 1.0
     a_MX = a_MX / scale_X
     best_X, least = np.zeros(num_terms), float(np.linalg.norm(b_M))
-    for size in range(1, num_terms + 1):
-        for terms in map(list, combinations(range(num_terms), size)):
+    for size in range(1, len(used) + 1):
+        for terms in map(list, combinations(used, size)):
             x = np.zeros(num_terms)
             x[terms] = np.linalg.lstsq(a_MX[:, terms], b_M, rcond=None)[0]
             distance = float(np.linalg.norm(a_MX @ x - b_M))

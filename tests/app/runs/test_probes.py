@@ -174,13 +174,12 @@ def test_what_costs_are_fitted_to_is_what_they_price(
     )
     works = [TableWork(dataclasses.replace(load, dim=dim), num_ranks) for dim in probe.table_dims]
     uneven = max_over_mean("table_wise", [work.load for work in works], num_ranks)
-    for placement in probe.placements:
-        fitted = sum(map(each.ms, local_probe._works(probe, num_ranks, placement)))
-        if placement == "table_wise":
+    for form in probe.forms:
+        fitted = sum(map(each.ms, local_probe._works(probe, num_ranks, form)))
+        if form is None:
             stock = stock_cost("table_wise", works, curves, num_ranks)
             assert fitted == pytest.approx(stock.compute_ms)
             continue
-        form: Form = "bags" if placement == "bags" else "rows"
         totals = HotColdTotals.sum(HotColdTotals.from_table(work, 0, form) for work in works)
         priced = exchange_times(totals, curves.local, num_packs=probe.packs, uneven_bags=uneven)
         copies_ms = 4 * totals.cold_elements * _COPY_NS * 1e-6 * (probe.packs > 1)
@@ -208,14 +207,16 @@ def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], i
     """Costs that are fitted to times of known costs, shares of the time, windows, and calls."""
     shares_s, called, pace = [], [], _CrowdedPace()
 
-    def measured(side: str, probe: Any, device: Any, share_s: float) -> tuple[Any, list[float]]:
+    def measured(
+        form: Form | None, probe: Any, device: Any, share_s: float
+    ) -> tuple[Any, list[float]]:
         shares_s.append(share_s)
-        works = local_probe._works(probe, 2, side)
-        costs = _costs(2.0 if side == "table_wise" else 1.0)
+        works = local_probe._works(probe, 2, form)
+        costs = _costs(1.0 if form else 2.0)
         return probe, [getattr(costs, phase).ms(work) for phase, work in zip(PHASES, works)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_probe, "_exchange_step", lambda side, *_: side)
+        patch.setattr(local_probe, "_exchange_step", lambda form, *_: form)
         patch.setattr(local_probe, "_measure", measured)
         local = local_probe.measure_local_costs(
             between=lambda: called.append(True), pace=pace, budget_s=2800.0

@@ -21,15 +21,15 @@ import torch.distributed as dist
 
 from torchrec_picasso.app.runs.exchange_step import ExchangeStep, make_batch, table_collection
 from torchrec_picasso.app.runs.pace import Pace, times_fitting
-from torchrec_picasso.app.runs.placements import make_placement, owner_pooled
+from torchrec_picasso.app.runs.placements import make_placement, with_form
 from torchrec_picasso.cost import hot_cold, stock
 from torchrec_picasso.cost.hot_cold import HotColdTotals
 from torchrec_picasso.cost.local import PHASES, LocalCosts, LocalWork, PhaseCost, SideCosts
 from torchrec_picasso.cost.stock import StockTotals
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
-from torchrec_picasso.placement import Form
+from torchrec_picasso.placement import FORMS, Form
 
-_BUDGET_S = 18.0
+_BUDGET_S = 16.0
 _WARMUP_STEPS, _FEWEST_STEPS, _MOST_STEPS = 2, 3, 5
 _FEW, _GROWTH = 1 / 16, 4
 """Share of its samples that a probe begins with, and keeps on a slow core or network; where time
@@ -74,9 +74,9 @@ class _Probe:
         return self.is_sequence, self.table_dims
 
     @property
-    def placements(self) -> tuple[str, ...]:
-        """Placements that are measured: hot/cold rows and bags, and stock's."""
-        return ("rows", "table_wise") if self.is_sequence else ("rows", "bags", "table_wise")
+    def forms(self) -> tuple[Form | None, ...]:
+        """Forms of its tables that are measured; ``None`` = stock ones, table-wise."""
+        return ("rows", None) if self.is_sequence else ("rows", "bags", None)
 
     @property
     def table_rows(self) -> int:
@@ -102,7 +102,7 @@ PROBES = (
 )
 """Those with the same tables follow each other, as sharding takes longer than many a probe's steps;
 the last ones, if time runs short, are large enough with fewer samples, too."""
-NUM_PROBES = sum(len(probe.placements) for probe in PROBES)
+NUM_PROBES = sum(len(probe.forms) for probe in PROBES)
 """How often :func:`measure_local_costs` calls ``between``."""
 
 
@@ -137,14 +137,14 @@ def measure_local_costs(
     end_s, num_left = time.perf_counter() + budget_s, NUM_PROBES
     for _, same_tables in groupby(PROBES, lambda probe: probe.module_key):
         probes = list(same_tables)
-        for placement in probes[0].placements:
-            step = _exchange_step(placement, probes, pg, device, clock)
+        for form in probes[0].forms:
+            step = _exchange_step(form, probes, pg, device, clock)
             for probe in probes:
                 pace.sample()
                 share_s = (end_s - time.perf_counter()) / num_left
                 part, phases_ms = _measure(step, probe, device, share_s)
-                works = _works(part, pg.size(), placement)
-                measured[placement != "table_wise"].append((works, phases_ms))
+                works = _works(part, pg.size(), form)
+                measured[form is not None].append((works, phases_ms))
                 num_left -= 1
                 start_s = time.perf_counter()
                 between()
@@ -168,7 +168,7 @@ def measure_local_costs(
 
 
 def _exchange_step(
-    placement_name: str,
+    form: Form | None,
     probes: Sequence[_Probe],
     pg: dist.ProcessGroup,
     device: torch.device,
@@ -179,10 +179,10 @@ def _exchange_step(
     is_sequence = probes[0].is_sequence
     collection = table_collection([rows] * len(dims), dims, is_sequence=is_sequence)
     batch_size = max(probe.batch_size for probe in probes)
-    kind = "hot_cold" if placement_name == "rows" else "table_wise"
+    kind = FORMS[form].sharding_type if form else "table_wise"
     placement = make_placement(kind, collection, pg, device_type=device.type, batch_size=batch_size)
-    if placement_name == "bags":
-        placement = owner_pooled(placement, collection)
+    if form:
+        placement = with_form(placement, collection, form)
     return ExchangeStep(collection, placement, pg, device, clock)
 
 
@@ -222,7 +222,7 @@ def _measure(
     return part, [median(times_ms) for times_ms in slowest.T.tolist()]
 
 
-def _works(probe: _Probe, num_ranks: int, placement: str) -> Sequence[LocalWork]:
+def _works(probe: _Probe, num_ranks: int, form: Form | None) -> Sequence[LocalWork]:
     """Work of the busiest rank in each phase of a step of a probe, as it is priced."""
     bags, lookups = float(probe.batch_size), float(probe.batch_size * probe.ids)
     load = TableLoad(
@@ -236,8 +236,7 @@ def _works(probe: _Probe, num_ranks: int, placement: str) -> Sequence[LocalWork]
     loads = [replace(load, dim=dim) for dim in probe.table_dims]
     works = [TableWork(load, num_ranks) for load in loads]
     uneven = stock.max_over_mean("table_wise", loads, num_ranks)
-    if placement != "table_wise":
-        form: Form = "bags" if placement == "bags" else "rows"
+    if form:
         totals = HotColdTotals.sum(HotColdTotals.from_table(work, 0, form) for work in works)
         ids, *others = hot_cold.local_works(totals, num_packs=probe.packs)
         return [ids, *(work.plus(hot_cold.work_on_bags(totals, uneven)) for work in others)]

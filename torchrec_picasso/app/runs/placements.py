@@ -27,7 +27,7 @@ from torchrec_picasso.app.zoo.tables import tables_of
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.frequency import FrequencyStats
-from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.placement import FORMS, Form, HotColdParams
 from torchrec_picasso.planner import hot_cold_planner
 from torchrec_picasso.sharding.sharder import (
     HotColdEmbeddingBagCollectionSharder,
@@ -124,13 +124,15 @@ def make_placement(
     return Placement(name=name, plan=plan, sharders=sharders, hot_rows=_hot_rows_of(plan))
 
 
-def owner_pooled(table_wise: Placement, model: nn.Module) -> Placement:
-    """Makes the pooled tables of a table-wise plan hot/cold bags of the same homes, in place."""
-    for path, module_plan in table_wise.plan.plan.items():
-        if isinstance(model.get_submodule(path), EmbeddingBagCollection):
+def with_form(stock: Placement, model: nn.Module, form: Form) -> Placement:
+    """Makes the tables of a plan of the form's sharding type hot/cold, with the same homes and
+    without hot rows, in place; sequences are never bags."""
+    for path, module_plan in stock.plan.plan.items():
+        is_pooled = isinstance(model.get_submodule(path), EmbeddingBagCollection)
+        if is_pooled or not FORMS[form].sends_bags:
             for sharding in module_plan.values():
-                sharding.cache_params = HotColdParams(form="bags")
-    return Placement(name="bags", plan=table_wise.plan, sharders=hot_cold_sharders())
+                sharding.cache_params = HotColdParams(form=form)
+    return Placement(name=form, plan=stock.plan, sharders=hot_cold_sharders())
 
 
 def _stock_constraints(
