@@ -3,6 +3,7 @@ budget of a measurement: kept on slow links, and by all ranks alike."""
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -232,6 +233,20 @@ def test_a_size_that_took_longer_than_others_let_expect_is_measured_again() -> N
             assert clean.collectives[name].ms_at(256 << 10) == pytest.approx(expected_ms)
             assert lossy.collectives[name].ms_at(256 << 10) == pytest.approx(expected_ms + 200)
         assert left == 100 - (1 + 4) * 5
+
+
+def oversleep(rank: int, world_size: int) -> CommCurves:
+    """Measures two sizes on ranks that a sleep returns to 50 ms too late."""
+    sleep = time.sleep
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", lambda seconds: sleep(seconds + 0.05))
+        return CommCurves.measure(dist.group.WORLD, ranks_per_host=1, budget_s=1e-9)
+
+
+def test_a_late_rank_that_sleeps_too_long_is_not_measured() -> None:
+    for curves in run_ranks(oversleep, 2, timeout_s=TIMEOUT_S):
+        for curve in curves.collectives.values():
+            assert max(curve.ms) < 25.0  # a row exchange is the mean of two calls
 
 
 @pytest.mark.parametrize("budget_s", [0.0, -1.0, float("nan")])
