@@ -14,6 +14,7 @@ import torch
 
 from torchrec_picasso.app.runs.exchange_step import make_batch, table_collection
 from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost.curves import Curve
 from torchrec_picasso.cost.forms import hot_cold_memory_bytes
 from torchrec_picasso.cost.hot_cold import Exchange, HotColdTotals, exchange_times
 from torchrec_picasso.cost.local import DenseTimes, LocalCosts, PhaseCost, SideCosts
@@ -186,6 +187,16 @@ def test_marginal_costs_are_what_leaving_a_table_out_saves() -> None:
         steps = [cost_of_totals(kind, some, uneven, curves, 2).exposed_ms for some in totals]
         assert added[0].exposed_ms == pytest.approx(steps[0] - steps[1])
         assert all(cost.exposed_ms > 0 for cost in added)
+
+
+def test_no_table_saves_time_where_a_measured_curve_falls() -> None:
+    works = [TableWork(load(str(i)), world_size=2) for i in range(2)]
+    sent = stock_cost("table_wise", works, WIRE, 2).sent_bytes["rows"]
+    falling = Curve.fit([round(sent / 2), round(sent)], [1e3, 1.0])
+    curves = dataclasses.replace(WIRE, collectives=dict.fromkeys(WIRE.collectives, falling))
+    for cost in marginal_stock_costs(works, curves, 2):
+        assert cost["table_wise"].forward_wire_ms == cost["table_wise"].backward_wire_ms == 0
+        assert all(each.exposed_ms >= 0 for each in cost.values())
 
 
 def test_ranks_get_as_many_lookups_whatever_rows_they_repeat() -> None:

@@ -241,7 +241,9 @@ def marginal_stock_costs(
                 hashed=totals.hashed * own.lookups / in_sequences if own.hashed else 0.0,
             )
             others = cost_of_totals(kind, totals.plus(own, -1.0), uneven, curves, world_size)
-            costs[kind] = all_tables.plus(others, -1.0)
+            saved = all_tables.plus(others, -1.0)
+            times = {name: ms for name, ms in vars(saved).items() if name != "sent_bytes"}
+            costs[kind] = replace(saved, **{name: max(0.0, ms) for name, ms in times.items()})
     return added
 
 
