@@ -17,12 +17,14 @@ import torch
 from tests.app.cli.support import TINY_CONFIG, Capture, error_of, output_of
 from torchrec_picasso.app.cli import doctor
 from torchrec_picasso.app.cli import main as command_line
+from torchrec_picasso.app.cli.calibrate import print_curves
 from torchrec_picasso.app.cli.main import main
 from torchrec_picasso.app.config import load_config
 from torchrec_picasso.app.launch.environment import KEEPS_FREED_MEMORY, describe_environment
 from torchrec_picasso.app.zoo.registry import build_model, make_source
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import COLLECTIVES
+from torchrec_picasso.cost.local import LocalCosts
 
 
 def test_a_run_becomes_one_file(tmp_path: Path, capsys: Capture) -> None:
@@ -96,6 +98,15 @@ def test_two_ranks_write_curves_that_planning_reads(tmp_path: Path, capsys: Capt
     assert "18 us per feature, 5.4 ms per step, however small\n" in text  # of hot/cold tables
     assert text.endswith(f"wrote {out}\n")
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_steps_shorter_than_their_parts_are_told(capsys: Capture) -> None:
+    costs = LocalCosts.newer_core()
+    for step_ms, measured, is_told in ((0.0, True, True), (0.0, False, False), (4.3, True, False)):
+        stock = dataclasses.replace(costs.stock, step_ms=step_ms)
+        local = dataclasses.replace(costs, stock=stock, measured=measured)
+        print_curves(CommCurves.assumed(2, gbytes_per_s=1.0, local=local))
+        assert ("warning: steps of stock tables took less" in capsys.readouterr().out) == is_told
 
 
 def test_a_dense_part_is_measured_without_its_tables(tmp_path: Path, capsys: Capture) -> None:

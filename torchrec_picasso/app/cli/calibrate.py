@@ -154,5 +154,13 @@ def print_curves(curves: CommCurves) -> None:
             f"  dense part: forward {curves.dense.forward_ms:.1f} ms, backward "
             f"{curves.dense.backward_ms:.1f} ms for {curves.dense.batch_size:,} samples"
         )
+    sides = {"hot/cold": local.hot_cold, "stock": local.stock}
+    no_time = [name for name, costs in sides.items() if local.measured and not costs.step_ms]
+    if no_time:
+        print(
+            f"warning: steps of {' and '.join(no_time)} tables took less than the work measured "
+            "apart, so a step is priced without what it costs once; calibrate again on an idle "
+            "machine"
+        )
     if "busy" in environment:
         print(f"warning: {environment['busy']}")
