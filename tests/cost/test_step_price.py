@@ -425,14 +425,14 @@ def test_stock_work_counts_where_nothing_is_sent(kind: str, world_size: int) -> 
     assert beside.step_ms >= 0.999 * (alone.step_ms + stock.compute_ms + stock.wire_ms)
 
 
-def test_modules_are_called_one_by_one_but_a_step_is_one() -> None:
+def test_hot_cold_modules_share_an_exchange_and_stock_ones_do_not() -> None:
     costs = SideCosts(forward=PhaseCost(fixed_ms=3.0), step_ms=5.0)
     curves = network(local=LocalCosts(hot_cold=costs, stock=costs))
     pricer, totals = StepPricer(curves, 2), HotColdTotals.from_table(work(), 0)
     one, two = (
         pricer.price([Exchange(totals=totals)], num_modules=count).compute_ms for count in (1, 2)
     )
-    assert two == pytest.approx(one + 3.0)
+    assert two == pytest.approx(one + 0.6 * 3.0)
     one_exchange, two_exchanges = (
         pricer.sparse_dist(stock_cost("table_wise", [work()] * 2, curves, 2, count))
         for count in (1, 2)

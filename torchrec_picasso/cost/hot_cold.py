@@ -33,6 +33,9 @@ _LARGEST_INT32 = 2**31 - 1
 # 2.9 ms with 5,900, 3.7 ms with 21,700 of D=64 (four packs): 0.3 to 1.0 ns for each of four copies
 # of an element, beside the cost of a pack.
 _COPY_NS = 0.7
+_FURTHER_MODULE = 0.6
+"""Cost of each further module, which shares the exchange of the first, in fixed costs of one: 0.5
+to 0.9 for a second module, 0.3 to 0.6 each for three (docs/dev/log.md, 2026-11-27)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +152,7 @@ def local_works(
     fitted to both, and price them. A received bag is copied like a row."""
     row_elements = totals.unique_elements + totals.bag_elements
     fetched = LocalWork(
-        calls=num_modules,
+        calls=1 + _FURTHER_MODULE * (num_modules - 1),
         features=totals.features,
         lookups=totals.lookups,
         rows=totals.unique + totals.bags,
