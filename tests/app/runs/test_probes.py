@@ -79,7 +79,7 @@ def test_all_ranks_get_the_times_of_the_slowest() -> None:
 
 def _probe_in(rank: int, world_size: int, shares_s: list[tuple[float, float]]) -> list[Any]:
     """Samples of a probe's batch, and its steps, by the time that each rank has left."""
-    probe = local_probe._Probe(tables=4, batch_size=256, dim=16, rows_per_sample=1)
+    probe = local_probe._Probe(tables=4, batch_size=256, dim=16, rows_per_lookup=1)
     group, found, run = dist.group.WORLD, [], local_probe.ExchangeStep.run
     assert group is not None
     device = torch.device("cpu")
@@ -119,7 +119,7 @@ class _FakeStep:
 
 def _fake_probe_in(rank: int, world_size: int, own_share_s: float) -> Any:
     """Times of a probe's phases, sizes of its batches, and the ids of the last."""
-    probe = local_probe._Probe(tables=4, batch_size=256, dim=16, rows_per_sample=1)
+    probe = local_probe._Probe(tables=4, batch_size=256, dim=16, rows_per_lookup=1)
     # two steps to warm up, one to grow; of the other three either rank is the slowest of some
     step: Any = _FakeStep([50.0, 50.0, 50.0, *([9.0, 1.0, 5.0], [2.0, 8.0, 3.0])[rank]])
     share_s = own_share_s if rank else math.inf
@@ -195,17 +195,19 @@ def _costs(factor: float) -> SideCosts:
 class _CrowdedPace(Pace):
     """A rank's host has half as many cores as that of the rank before."""
 
-    def sample(self) -> None:
-        self.ratios.append(4.0)
+    def own_ratio(self) -> float:
+        return 3.0 + 2.0 * dist.get_rank()
 
     def slowdown(self, num_ranks: int) -> float:
         assert num_ranks == 2
         return 1.0 + dist.get_rank()
 
 
-def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], int, int]:
-    """Costs that are fitted to times of known costs, shares of the time, windows, and calls."""
+def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], list[float], int]:
+    """Costs that are fitted to times of known costs, shares of the time, windows, and calls, which
+    take a hundred seconds each."""
     shares_s, called, pace = [], [], _CrowdedPace()
+    clock = SimpleNamespace(perf_counter=lambda: 100.0 * len(called), thread_time=None)
 
     def measured(
         form: Form | None, probe: Any, device: Any, share_s: float
@@ -216,17 +218,18 @@ def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], i
         return probe, [getattr(costs, phase).ms(work) for phase, work in zip(PHASES, works)]
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_probe, "time", clock)
         patch.setattr(local_probe, "_exchange_step", lambda form, *_: form)
         patch.setattr(local_probe, "_measure", measured)
         local = local_probe.measure_local_costs(
             between=lambda: called.append(True), pace=pace, budget_s=2800.0
         )
-    return local, shares_s, len(pace.ratios), len(called)
+    return local, shares_s, pace.ratios, len(called)
 
 
 def test_costs_of_both_sides_are_those_of_the_slowest_host() -> None:
     first, second = run_ranks(_measured_in, 2, timeout_s=120)
-    local, shares_s, num_windows, num_calls = first
+    local, shares_s, ratios, num_calls = first
     assert second[0] == local
     assert local.measured
     for side, factor in ((local.hot_cold, 1.0), (local.stock, 2.0)):
@@ -237,9 +240,10 @@ def test_costs_of_both_sides_are_those_of_the_slowest_host() -> None:
             )
     num_pooled = sum(not probe.is_sequence for probe in local_probe.PROBES)
     num_probes = 2 * len(local_probe.PROBES) + num_pooled  # and their bags
-    assert num_windows == num_calls == num_probes == local_probe.NUM_PROBES
-    # equal shares of what is left, and nothing takes time
-    assert shares_s == pytest.approx([2800.0 / left for left in range(num_probes, 0, -1)], rel=0.01)
+    assert num_calls == num_probes == local_probe.NUM_PROBES
+    assert ratios == [4.0] * num_probes  # the mean of 3 and 5
+    # equal shares of what is left, and only calls take time
+    assert shares_s == pytest.approx([2800.0 / left for left in range(num_probes, 0, -1)])
 
 
 def _step_costs_in(rank: int, world_size: int) -> tuple[list[tuple[float, float]], list[str]]:
@@ -256,8 +260,9 @@ def _step_costs_in(rank: int, world_size: int) -> tuple[list[tuple[float, float]
     locals_ = [steps.add_costs(CommCurves.assumed(2, gbytes_per_s=1.0, local=free)).local]
     curves = CommCurves.assumed(2, gbytes_per_s=1.0)
     dense = DenseTimes(forward_ms=100.0, backward_ms=200.0, batch_size=step_probe._BATCH_SIZE)
-    for turns_ms in ({"stock": [1e3], "rows": [2e3]}, {"stock": [0.0], "rows": [0.0]}):
-        steps._turns_ms = turns_ms
+    turns_ms = [1e3, 0.0, 5e3] if rank else [0.0, 1e3, 0.0]  # in the median 1,000, by the slowest
+    for stock_ms in (turns_ms, [0.0]):
+        steps._turns_ms = {"stock": stock_ms, "rows": [2 * ms for ms in stock_ms]}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step_probe, "measure_dense", lambda *_: dense)
             locals_.append(steps.add_costs(curves).local)
@@ -289,8 +294,8 @@ class _FakeSteps(StepProbe):
             yield torch.tensor(0.0)
 
 
-def _turns_in(rank: int, world_size: int) -> list[float]:
-    """Time that each of ten calls takes, by the clock of the slowest rank's steps."""
+def _turns_in(rank: int, world_size: int) -> tuple[list[float], dict[str, list[float]]]:
+    """Time that each of ten calls takes, by the clock of the slowest rank's steps; ms of a step."""
     times_s = []
     with pytest.MonkeyPatch.context() as patch:
         steps: Any = _FakeSteps.__new__(_FakeSteps)
@@ -301,14 +306,17 @@ def _turns_in(rank: int, world_size: int) -> list[float]:
             began_s = steps.now_s
             steps.take_turn()
             times_s.append((steps.now_s - began_s) * (1 if rank else 10))
-    return times_s
+    return times_s, steps._turns_ms
 
 
 def test_turns_of_slow_steps_are_few_and_spread_over_all_calls() -> None:
     # 7 of 10 steps of both sides take 2.1 of 5 s: three turns at least, in ten calls
     expected_s = [0, 0, 0, 2.1, 0, 0, 6.3, 0, 0, 3.15]
-    for times_s in run_ranks(_turns_in, 2, timeout_s=120):
+    by_rank = run_ranks(_turns_in, 2, timeout_s=120)
+    for times_s, _ in by_rank:
         assert times_s == pytest.approx(expected_s)
+    assert by_rank[1][1]["stock"] == pytest.approx([100, 300, 150])
+    assert by_rank[1][1]["rows"] == pytest.approx([200, 600, 300])
 
 
 def _clocks(slowdown: float) -> tuple[Callable[[], float], Callable[[], float]]:

@@ -45,8 +45,8 @@ class _Probe:
     tables: int
     batch_size: int
     dim: int
-    rows_per_sample: float
-    """Rows in use of each table, relative to its lookups; a small ratio repeats ids."""
+    rows_per_lookup: float
+    """Rows in use of each table, over the lookups of a batch; a small ratio repeats ids."""
     ids: int = 1
     """Lookups of a bag, or of a sequence."""
     is_sequence: bool = False
@@ -57,7 +57,7 @@ class _Probe:
     @property
     def used_rows(self) -> int:
         """Rows in use of each table."""
-        return max(1, round(self.batch_size * self.ids * self.rows_per_sample))
+        return max(1, round(self.batch_size * self.ids * self.rows_per_lookup))
 
     @property
     def table_dims(self) -> tuple[int, ...]:
@@ -85,20 +85,20 @@ class _Probe:
 
 
 PROBES = (
-    _Probe(tables=4, batch_size=256, dim=16, rows_per_sample=1),
-    _Probe(tables=4, batch_size=64, dim=32, rows_per_sample=1, ids=20, is_sequence=True),
-    _Probe(tables=4, batch_size=512, dim=32, rows_per_sample=1, ids=20, is_sequence=True),
-    _Probe(tables=100, batch_size=256, dim=16, rows_per_sample=1),
-    _Probe(tables=24, batch_size=256, dim=8, rows_per_sample=1, packs=4),
-    _Probe(tables=40, batch_size=1024, dim=8, rows_per_sample=1, ids=5, packs=4),
-    _Probe(tables=60, batch_size=1024, dim=32, rows_per_sample=2),
-    _Probe(tables=26, batch_size=4096, dim=16, rows_per_sample=4),
-    _Probe(tables=26, batch_size=4096, dim=16, rows_per_sample=1 / 8),
-    _Probe(tables=26, batch_size=4096, dim=64, rows_per_sample=1),
-    _Probe(tables=26, batch_size=1024, dim=64, rows_per_sample=1 / 4, ids=5),
-    _Probe(tables=26, batch_size=512, dim=128, rows_per_sample=4),
-    _Probe(tables=26, batch_size=2048, dim=128, rows_per_sample=1 / 8),
-    _Probe(tables=26, batch_size=1024, dim=128, rows_per_sample=1, ids=5),
+    _Probe(tables=4, batch_size=256, dim=16, rows_per_lookup=1),
+    _Probe(tables=4, batch_size=64, dim=32, rows_per_lookup=1, ids=20, is_sequence=True),
+    _Probe(tables=4, batch_size=512, dim=32, rows_per_lookup=1, ids=20, is_sequence=True),
+    _Probe(tables=100, batch_size=256, dim=16, rows_per_lookup=1),
+    _Probe(tables=24, batch_size=256, dim=8, rows_per_lookup=1, packs=4),
+    _Probe(tables=40, batch_size=1024, dim=8, rows_per_lookup=1, ids=5, packs=4),
+    _Probe(tables=60, batch_size=1024, dim=32, rows_per_lookup=2),
+    _Probe(tables=26, batch_size=4096, dim=16, rows_per_lookup=4),
+    _Probe(tables=26, batch_size=4096, dim=16, rows_per_lookup=1 / 8),
+    _Probe(tables=26, batch_size=4096, dim=64, rows_per_lookup=1),
+    _Probe(tables=26, batch_size=1024, dim=64, rows_per_lookup=1 / 4, ids=5),
+    _Probe(tables=26, batch_size=512, dim=128, rows_per_lookup=4),
+    _Probe(tables=26, batch_size=2048, dim=128, rows_per_lookup=1 / 8),
+    _Probe(tables=26, batch_size=1024, dim=128, rows_per_lookup=1, ids=5),
 )
 """Those with the same tables follow each other, as sharding takes longer than many a probe's steps;
 the last ones, if time runs short, are large enough with fewer samples, too."""
@@ -123,6 +123,9 @@ def measure_local_costs(
         budget_s: Duration of all probes, seconds, without ``between``. A probe takes an equal share
             of what is left: with fewer samples, then in fewer steps; three steps of a sixteenth at
             least.
+
+    Raises:
+        PicassoError: If a phase took no time by the timer.
     """
     pace = pace or Pace()
     device = device or torch.device("cpu")

@@ -84,7 +84,7 @@ def make_placement(
     Args:
         name: One of :data:`torchrec_picasso.app.config.PLACEMENTS`.
         model: Unsharded model; tables may be on the meta device.
-        pg: Ranks of one machine.
+        pg: Ranks that train.
         device_type: ``"cpu"`` or ``"cuda"``.
         batch_size: Samples per rank and step.
         hot_rows: Rows to replicate, in total or by table; ``None`` = the planner chooses. This and
