@@ -294,7 +294,7 @@ class DenseTimes:
 
 
 def non_negative_least_squares(a_MX: np.ndarray, b_M: np.ndarray) -> np.ndarray:
-    """Minimises ``|a x - b|`` over ``x >= 0``: the best set of terms, of all 2^X sets."""
+    """Minimizes ``|a x - b|`` over ``x >= 0``: the best set of terms, of all 2^X sets."""
     num_terms = a_MX.shape[1]
     # columns are scaled to length 1, because terms differ by orders of magnitude
     scale_X = np.linalg.norm(a_MX, axis=0)

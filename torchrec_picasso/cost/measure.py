@@ -159,7 +159,7 @@ class Measurement:
         for _ in range(_MIN_REPEATS):
             call()
         core_ns = (time.process_time() - start_s) * 1e9 / _MIN_REPEATS
-        return self._slowest([core_ns])[0] / max(1, sent)
+        return self._slowest([core_ns])[0] / sent
 
     def _has_time_for_next(self, points: dict[str, list[tuple[int, float]]]) -> bool:
         """Whether the next size fits into the budget, if only what is not latency grows."""
