@@ -93,7 +93,6 @@ def test_measured_curves_are_equal_on_all_ranks_and_survive_a_file(tmp_path: Pat
     assert set(curves.collectives) == set(COLLECTIVES)
     for name, share in (("all_to_all", 1 / 2), ("all_reduce", 1), ("all_gather", 1 / 2)):
         assert curves.collectives[name].sent_bytes[-1] == int(MAX_BYTES * share)
-    assert all(ms > 0 for curve in curves.collectives.values() for ms in curve.ms)
     path = tmp_path / "curves.json"
     curves.to_json(path)
     assert CommCurves.from_json(path) == curves

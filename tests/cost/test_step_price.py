@@ -1,8 +1,8 @@
 """Expected rows and bytes of a step, against counting them on generated batches; what a step is
 priced at: chunks of first use, dirty rows, and what hides what.
 
-The sharded module's own traffic is compared with the model in ``benchmarks.fields``; here the
-arithmetic is checked where every number can be known."""
+``test_bytes_on_the_wire.py`` compares the traffic of sharded modules; here the arithmetic is
+checked where every number can be known."""
 
 import dataclasses
 import json
@@ -24,6 +24,7 @@ from torchrec_picasso.cost.stock import (
     STOCK_TYPES,
     StockTotals,
     cost_of_totals,
+    data_parallel_bytes,
     deal_out,
     marginal_stock_costs,
     max_over_mean,
@@ -220,8 +221,8 @@ def test_memory_of_a_table_of_sequences_is_what_was_measured() -> None:
         memory = hot_cold_memory_bytes([(work, 0, "rows")], num_parts)
         ahead = 0.0 if "ahead" in kind else memory["lookahead"]
         expected = [rank["peak_bytes"] for rank in measured["found"][kind]]
-        found = [memory["home"] + memory["buffers"] - ahead] * world_size
-        assert found == pytest.approx(expected, rel=0.02 if num_parts == 1 else 0.07), kind
+        found, most = memory["home"] + memory["buffers"] - ahead, 1.005 if num_parts == 1 else 1.07
+        assert all(0.999 * each <= found <= most * each for each in expected), kind
 
 
 @pytest.mark.parametrize(
@@ -295,8 +296,12 @@ def test_memory_counts_homes_replicas_and_state() -> None:
     assert memory["home"] == pytest.approx(50 * (16 * 4 * 1.5 + 1 + 4))  # a mark, a count
     assert memory["replica"] == pytest.approx(3 * (16 * 4 * 1.5 + HOT_ROW_BYTES))
     assert memory["optimizer"] == pytest.approx(53 * 16 * 4 * 0.5)
-    bags = hot_cold_memory_bytes([(work, 0, "bags")])
-    assert bags["home"] == pytest.approx(50 * 16 * 4 * 1.5)
+    for form, beside in (("rows", 1), ("bags", 0)):
+        home = hot_cold_memory_bytes([(work, 0, form)])["home"]  # type: ignore[list-item]
+        assert home == pytest.approx(50 * (16 * 4 * 1.5 + beside))
+    # rows with their gradient, the output with its own
+    everywhere = 100 * 16 * 4 * (1.5 + 1) + 2 * 50 * 16 * 4
+    assert data_parallel_bytes(work.load) == pytest.approx(everywhere)
     wide = TableWork(load(dim=256), world_size=2)
     whole, cut = (hot_cold_memory_bytes([(wide, 0, "rows")], k)["buffers"] for k in (1, 4))
     assert 0 < cut < whole  # gradients of outputs are those of one micro-batch
@@ -349,9 +354,9 @@ def test_rows_agree_with_drawn_batches(num_hot: int) -> None:
 
 
 def test_rows_that_the_sample_had_not_are_expected_in_batches() -> None:
-    generator, rows = torch.Generator().manual_seed(0), 50_000
-    sampled = torch.randint(rows, (8 * BATCH,), generator=generator).bincount(minlength=rows)
-    spectrum = CountSpectrum.from_counts(sampled, rows)
+    generator, rows = torch.Generator().manual_seed(0), 2000
+    counts = torch.randint(rows, (BATCH // 2,), generator=generator).bincount()
+    spectrum = CountSpectrum.from_counts(counts[counts > 0], rows)
     load = dataclasses.replace(work().load, num_embeddings=rows, spectrum=spectrum)
     item = TableWork(load, 4, ranks_per_host=2)
     on_rank, on_host, anywhere = (
@@ -441,6 +446,7 @@ def test_bags_send_lookups_lengths_and_pooled_vectors() -> None:
         # a home rank gets no row numbers of bags
         ("input_dist", "update_ns", "update_ms", 0),
         ("input_dist", "lookup_ns", "ids_ms", 0),
+        ("input_dist", "row_element_ns", "ids_ms", 0),
         ("input_dist", "bag_lookup_ns", "ids_ms", 3 * BATCH),
         ("forward", "fixed_ms", "call_ms", 1e6),
         ("forward", "feature_us", "call_ms", 1e3),
@@ -500,11 +506,11 @@ def test_a_step_sends_and_computes_everything_once(num_parts: int) -> None:
     wire_ms = pricer.price([bags], uneven_bags=1.5).wire_ms
     assert wire_ms == pytest.approx(sum(sent[name] * uneven[name] for name in sent) * 1e-6)
 
-    curves = network()  # with assumed local costs
-    pricer = StepPricer(curves, 2, DenseTimes.from_total(30.0), micro_batch_counts=[num_parts])
+    dense, local = DenseTimes.from_total(30.0), LocalCosts()
+    pricer = StepPricer(WIRE, 2, dense, micro_batch_counts=[num_parts]).with_local(local)
     compute_ms = pricer.price([rows, bags]).compute_ms
     totals = HotColdTotals.sum([rows.totals, bags.totals])
-    times = dataclasses.asdict(exchange_times(totals, curves.local, 1, 2, num_parts))
+    times = dataclasses.asdict(exchange_times(totals, local, 1, 2, num_parts))
     more_ms = (num_parts - 1) * (2.5 + 2 * 0.09)  # two features
     assert compute_ms == pytest.approx(sum(times.values()) + 30.0 + more_ms)
 
@@ -527,6 +533,7 @@ def test_relays_sort_hold_copy_and_sum_what_they_pass_on() -> None:
         expected[where] += number
         found = dataclasses.asdict(by_host.with_own_work(own, local))
         assert found == pytest.approx(expected), (phase, term)
+    assert by_host.crossing.dirty_elements == pytest.approx(DIM * split.dirty_on_host / 2)
     relayed, flat = (
         hot_cold_memory_bytes([(item, 0, form)])["buffers"] for form in ("node_rows", "rows")
     )
@@ -664,6 +671,9 @@ def test_each_further_pack_and_each_wave_has_its_price() -> None:
     totals = HotColdTotals.from_table(work(), 0, "bags")
     one, four = (pricer.price([Exchange(totals=totals, num_packs=packs)]) for packs in (1, 4))
     assert four.compute_ms == pytest.approx(one.compute_ms + 3 * 3 * 2.0)
+    # flags, header, ids, rows, gradients
+    sent = Exchange(totals=totals, num_packs=4).ways(2)[0].sent
+    assert four.wire_ms == pytest.approx(5 * 0.3 + sum(sent.values()) * 1e-5)
     in_waves = pricer.price([Exchange(totals=totals, num_packs=4)], num_bag_waves=4)
     # three rows and three gradients messages more, each with its latency
     assert in_waves.wire_ms == pytest.approx(four.wire_ms + 6 * 0.3)

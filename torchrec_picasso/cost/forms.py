@@ -20,7 +20,8 @@ _LOOKUP_BYTES = (100, 170)
 """Of ids and positions, per lookup, in the same two cases. Predictions of sequences and of pooled
 tables are within 10 % of measured peaks (``benchmarks.sequence_memory``, docs/dev/log.md)."""
 _AHEAD_ROWS, _AHEAD_LOOKUP_BYTES = 1.6, 20
-"""Of both, those of the next batch, which lookahead fetches: its matrix, and rows that are sent."""
+"""Of the next batch, which lookahead fetches: rows held per distinct row, in its matrix and sent,
+and bytes per lookup."""
 
 
 def home_row_bytes(load: TableLoad, num_hot: float, form: Form) -> float:
