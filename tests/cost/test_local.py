@@ -42,7 +42,7 @@ def test_a_phase_in_three_adds_up() -> None:
     call_ms, lookups_ms, rows_ms = cost.split_ms(work)
     assert call_ms + lookups_ms + rows_ms == pytest.approx(cost.ms(work))
     assert cost.split_ms(dataclasses.replace(work, updated=501.0))[2] > rows_ms
-    assert cost.split_ms(LocalWork())[0] == cost.fixed_ms
+    assert cost.split_ms(LocalWork(packs=2.0))[0] == cost.fixed_ms + 2 * cost.pack_ms
 
 
 def test_coefficients_are_found_again() -> None:

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_picasso.cost import CommCurves
+from torchrec_picasso.cost import CommCurves, step_price
 from torchrec_picasso.cost.by_host import ByHost
 from torchrec_picasso.cost.curves import COLLECTIVES, Curve
 from torchrec_picasso.cost.forms import hot_cold_memory_bytes
 from torchrec_picasso.cost.hot_cold import Exchange, HotColdTotals, exchange_times
 from torchrec_picasso.cost.local import PHASES, DenseTimes, LocalCosts, PhaseCost, SideCosts
-from torchrec_picasso.cost.schedule_time import Message
+from torchrec_picasso.cost.schedule_time import Message, StepPrice
 from torchrec_picasso.cost.step_price import StepPricer, chunk_shares, micro_batch_shares
 from torchrec_picasso.cost.stock import (
     STOCK_TYPES,
@@ -571,11 +571,24 @@ def test_bags_are_never_fetched_ahead() -> None:
     dense = DenseTimes.from_total(500.0)
     curves = network(0.02, local=FREE)
     whole, cut = (StepPricer(curves, 2, dense, [k]).price([Exchange(totals=bags)]) for k in (1, 8))
-    # depth first, two micro-batches with less work than messages keep the wire busy
-    short = StepPricer(curves, 2, DenseTimes.from_total(50.0), [2]).price([Exchange(totals=bags)])
-    assert short.step_ms == pytest.approx(short.wire_ms)
     assert whole.step_ms > dense.total_ms + 0.9 * whole.wire_ms
     assert cut.step_ms < dense.total_ms + 0.3 * whole.wire_ms
+
+
+def test_micro_batches_go_depth_first_where_only_bags_travel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def spy(*_: object, forwards_first: bool) -> StepPrice:
+        asked.append(forwards_first)
+        return StepPrice(step_ms=1.0, wire_ms=0.0, compute_ms=0.0)
+
+    monkeypatch.setattr(step_price, "simulate_step", spy)
+    rows, bags = (Exchange.from_tables([(work(), 0, form)], 1) for form in ("rows", "bags"))
+    for exchanges in ([bags], [rows], [rows, bags]):
+        StepPricer(WIRE, 2, micro_batch_counts=[2]).price(exchanges)
+    assert asked == [False, True, True]
 
 
 def test_dense_work_hides_the_exchange_and_more_parts_hide_more() -> None:
