@@ -31,6 +31,7 @@ def test_times_go_through_the_points_and_on_along_the_last_two() -> None:
     curve = Curve.fit([100, 200, 400], [1.0, 3.0, 4.0])
     assert [curve.ms_at(n) for n in (0, 100, 150, 200, 400)] == [1.0, 1.0, 2.0, 3.0, 4.0]
     assert curve.ms_at(800) == pytest.approx(4.0 + 400 * (1.0 / 200))
+    assert Curve.fit([100], [2.0]).latency_ms == 0.0  # one point tells no latency
 
 
 @pytest.mark.parametrize("ms", [(0.2, 1.0, 1.1), (0.2, 1.0, 0.5), (33.9, 27.6, 29.7)])
@@ -111,6 +112,11 @@ def test_latency_grows_with_the_peers_and_bandwidth_stays() -> None:
     assert curves.ms("all_to_all", 1e6) == pytest.approx(1.5)
     assert curves.ms("all_to_all", 1e6, world_size=5) == pytest.approx(4 * 0.5 + 1.0)
     assert curves.ms("all_to_all", 1e6, world_size=1) == 0
+    falling = Curve(sent_bytes=(1, 2), ms=(1.0, 0.1), latency_ms=1.0, ms_per_byte=0.0)
+    on_five = dataclasses.replace(
+        curves, world_size=5, collectives=dict.fromkeys(COLLECTIVES, falling)
+    )
+    assert on_five.ms("all_to_all", 2, world_size=2) == 0  # no time is below 0
     levels = {**curves.collectives, **dict.fromkeys(LEVELS, curves.collectives["all_to_all"])}
     on_hosts = dataclasses.replace(curves, world_size=4, ranks_per_host=2, collectives=levels)
     assert on_hosts.ms("inside", 1e6, world_size=8) == pytest.approx(1.5)
@@ -189,6 +195,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
         ("dense.in_parts", [[1, 1.0, 1.0]], r"dense\.in_parts is .* ascending"),
         ("dense.forward_ms", -1, r"dense\.forward_ms: expected a number from 0 .*, got -1"),
         ("world_size", 0, r"world_size is 0, expected a number of ranks"),
+        ("ranks_per_host", 2**31, r"ranks_per_host is 2147483648, expected a number of ranks"),
         ("backend", 3, r"backend: expected text, got 3"),
         ("wire_core_ns", [], r"wire_core_ns: expected a number, got \[\]"),
         ("measured_on", 1, r"measured_on: expected a mapping, got 1"),

@@ -62,7 +62,7 @@ _Operation = tuple[str, int | None]
 
 
 class StepPricer:
-    """Predicts steps of one model on one network, by default with the dense times in the curves."""
+    """Predicts steps of one model on one network, by default without a dense part."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class StepPricer:
         micro_batch_counts: Sequence[int] = NUM_MICRO_BATCHES,
     ) -> None:
         self.curves, self.world_size = curves, world_size
-        self.dense = dense if dense is not None else curves.dense or DenseTimes()
+        self.dense = dense or DenseTimes()
         self._micro_batch_counts = micro_batch_counts
         # bytes that a rank sends in a bandwidth-optimal all-reduce of the dense gradients
         dense_bytes = 2 * (world_size - 1) / world_size * self.dense.parameter_bytes
