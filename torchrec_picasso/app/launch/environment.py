@@ -43,7 +43,7 @@ def describe_environment() -> dict[str, str | int]:
 
 
 def other_hardware(measured_on: Mapping[str, str | int]) -> str | None:
-    """What differs here from where curves were measured, and changes times; ``None`` if nothing.
+    """Differences of this hardware from that of measured curves; ``None`` without.
 
     Args:
         measured_on: Result of :func:`describe_environment` there; may be empty.
