@@ -106,7 +106,8 @@ def test_beyond_what_was_measured_times_stay() -> None:
 
 
 def test_another_batch_scales_every_cut() -> None:
-    assert MEASURED.at(50).cut(4).forward_ms == pytest.approx(15.0)
+    half = MEASURED.at(50).cut(4)
+    assert (half.forward_ms, half.backward_ms) == pytest.approx((15.0, 30.0))
     assert MEASURED.at(100) is MEASURED
 
 

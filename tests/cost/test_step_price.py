@@ -1,8 +1,8 @@
 """Expected rows and bytes of a step, against counting them on generated batches; what a step is
 priced at: chunks of first use, dirty rows, and what hides what.
 
-The sharded module's own traffic is compared with the model in ``benchmarks.fields``; here the
-arithmetic is checked where every number can be known."""
+``test_bytes_on_the_wire.py`` compares the traffic of sharded modules; here the arithmetic is
+checked where every number can be known."""
 
 import dataclasses
 import json
@@ -12,17 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_picasso.app.runs.exchange_step import make_batch, table_collection
 from torchrec_picasso.cost import CommCurves
-from torchrec_picasso.cost.curves import Curve
+from torchrec_picasso.cost.by_host import ByHost
+from torchrec_picasso.cost.curves import COLLECTIVES, Curve
 from torchrec_picasso.cost.forms import hot_cold_memory_bytes
 from torchrec_picasso.cost.hot_cold import Exchange, HotColdTotals, exchange_times
-from torchrec_picasso.cost.local import DenseTimes, LocalCosts, PhaseCost, SideCosts
-from torchrec_picasso.cost.step_price import StepPricer, _shares, chunk_shares
+from torchrec_picasso.cost.local import PHASES, DenseTimes, LocalCosts, PhaseCost, SideCosts
+from torchrec_picasso.cost.schedule_time import Message
+from torchrec_picasso.cost.step_price import StepPricer, chunk_shares, micro_batch_shares
 from torchrec_picasso.cost.stock import (
     STOCK_TYPES,
     StockTotals,
     cost_of_totals,
+    data_parallel_bytes,
     deal_out,
     marginal_stock_costs,
     max_over_mean,
@@ -36,6 +38,10 @@ from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FREE = LocalCosts(hot_cold=SideCosts(), stock=SideCosts())
 WIRE = CommCurves.assumed(2, gbytes_per_s=1.0, latency_ms=0.0, local=FREE)
+
+
+def in_all_phases(**terms: float) -> SideCosts:
+    return SideCosts(**{phase: PhaseCost(**terms) for phase in PHASES})  # type: ignore[arg-type]
 
 
 def load(name: str = "t", **changes: object) -> TableLoad:
@@ -72,16 +78,75 @@ def test_bytes_of_stock_types() -> None:
     assert whole.sent_bytes == pytest.approx({"gradients": 100 * 16 * 4})
 
 
+def test_exchanges_of_stock_types_are_timed_by_their_collectives() -> None:
+    slopes = {
+        "all_to_all": 1,
+        "row_exchange": 0,
+        "reduce_scatter": 2,
+        "all_gather": 3,
+        "all_reduce": 4,
+    }
+    lines = {name: Curve.line(0.0, 1 / x if x else float("inf")) for name, x in slopes.items()}
+    curves = dataclasses.replace(WIRE, collectives=lines)
+    alone = TableWork(
+        load(), world_size=2
+    )  # the other rank has no table: half more in one direction
+    for kind, both_ways, rows, gradients in (
+        ("table_wise", 1.5, 1.5, 1.5),
+        ("column_wise", 1, 1, 1),
+        ("row_wise", 1, 2, 3),
+        ("data_parallel", 0, 0, 4),
+    ):
+        cost = stock_cost(kind, [alone], curves, 2)
+        sent = {"ids": 0.0, "rows": 0.0, **cost.sent_bytes}
+        found = cost.ids_wire_ms, cost.forward_wire_ms, cost.backward_wire_ms
+        expected = both_ways * sent["ids"], rows * sent["rows"], gradients * sent["gradients"]
+        assert found == pytest.approx([1e-6 * each for each in expected]), kind
+
+
+def test_each_work_on_stock_tables_has_its_price_once() -> None:
+    work = TableWork(load(lookups=100.0, row_wise_W=(75.0, 25.0)), world_size=2)  # 50 bags of 2
+    rows, own = work.unique_anywhere / 2, work.unique
+    terms = ("lookup_ns", "lookup_element_ns", "bag_element_ns", "row_ns", "row_element_ns")
+    for kind, counts in {
+        # twice the mean; row-wise 1.5 times, and a sum of each bag of both ranks
+        "table_wise": (200, 16 * 200, 16 * 100, 2 * rows, 16 * 2 * rows, 2 * rows),
+        "row_wise": (150, 16 * 150, 16 * 100, 1.5 * rows, 16 * 1.5 * rows, 1.5 * rows),
+        "column_wise": (200, 16 * 100, 16 * 50, 2 * rows, 16 * rows, 2 * rows),
+        "data_parallel": (100, 16 * 100, 16 * 50, own, 16 * own, 0),
+    }.items():
+        priced = {"fixed_ms": 1, "feature_us": 1e-3, "paged_element_ns": 0}
+        priced |= {t: n * 1e-6 for t, n in zip((*terms, "update_ns"), counts)}
+        for term, ms in priced.items():
+            side = in_all_phases(**{term: 1.0})
+            local = LocalCosts(stock=side)
+            cost = stock_cost(kind, [work], dataclasses.replace(WIRE, local=local), 2)
+            is_dense = kind == "data_parallel"
+            # a dense update passes three times over the table, and ids need no work
+            update_ms = 3 * 100 * 16 * 1e-6 if is_dense and term == "bag_element_ns" else 0.0
+            found = cost.ids_ms, cost.forward_ms, cost.backward_ms
+            assert found == pytest.approx((0 if is_dense else ms, ms, ms + update_ms)), (kind, term)
+
+
+def test_stock_output_its_gradient_and_a_dense_gradient_are_paged() -> None:
+    local = LocalCosts(stock=SideCosts(forward=PhaseCost(paged_element_ns=1.0)))
+    curves, kept = dataclasses.replace(WIRE, local=local), (32 << 20) / 4
+    totals = StockTotals(features=1, vector_elements=1e8, summed_elements=1e7, table_elements=1e9)
+    for kind, backward_ms in (("table_wise", 0.0), ("data_parallel", (1e9 - kept) * 1e-6)):
+        cost = cost_of_totals(kind, totals, 1.5, curves, 4)
+        assert cost.forward_ms == pytest.approx((2 * (1.5 * 1e8 + 4 * 1e7) - kept) * 1e-6)
+        assert cost.backward_ms == pytest.approx(backward_ms)
+
+
 def test_a_map_of_more_rows_takes_longer_for_each_row_of_sequences() -> None:
-    backward = SideCosts(backward=PhaseCost(hash_ns=100.0))
-    slow = dataclasses.replace(WIRE, local=LocalCosts(stock=backward))
+    slow = dataclasses.replace(WIRE, local=LocalCosts(stock=in_all_phases(hash_ns=100.0)))
     sequences = load(spectrum=None, is_sequence=True, num_embeddings=10**6, lookups=9000.0)
     for world_size in (2, 4):
         works = [TableWork(sequences, world_size)] * world_size  # a table on each rank
         rows = works[0].unique_anywhere
         on_rank = {"row_wise": rows / world_size, "data_parallel": 0.0}  # a dense update has none
         for kind in STOCK_TYPES:
-            ms = stock_cost(kind, works, slow, world_size).backward_ms
+            ms = stock_cost(kind, works, slow, world_size).compute_ms  # of backward alone
             updated = rows * world_size if kind == "column_wise" else rows
             expected_ns = 100 * updated * on_rank.get(kind, rows) ** 0.5
             assert ms == pytest.approx(expected_ns * 1e-6), kind
@@ -92,13 +157,6 @@ def test_a_map_of_more_rows_takes_longer_for_each_row_of_sequences() -> None:
         assert stock_cost("table_wise", [bags], slow, world_size).backward_ms == 0
 
 
-def test_each_shard_of_columns_updates_every_row() -> None:
-    work = TableWork(load(), world_size=2)
-    whole, columns = (StockTotals.from_table(kind, work) for kind in ("table_wise", "column_wise"))
-    assert columns.rows == pytest.approx(2 * whole.rows)
-    assert columns.row_elements == pytest.approx(whole.row_elements)
-
-
 def test_the_busiest_rank_of_few_tables() -> None:
     tables = [load(str(i)) for i in range(3)]
     assert max_over_mean("table_wise", tables, 2) == pytest.approx(2 / 1.5)
@@ -107,8 +165,12 @@ def test_the_busiest_rank_of_few_tables() -> None:
     assert max_over_mean("row_wise", tables, 6) == 1.0
     blocks = load("first rows", dim=48, row_wise_W=(45.0, 5.0))
     assert max_over_mean("row_wise", [*tables, blocks], 2) == pytest.approx((75 + 135) / 150)
+    assert max_over_mean("table_wise", [*tables, load(dim=48)], 2) == 1.0
+    sequence = load(lookups=150.0, is_sequence=True)
+    assert max_over_mean("table_wise", [sequence, tables[0]], 2) == pytest.approx(150 / 100)
     # 16 columns on 3 ranks: the width divides them, and is a multiple of 4
     assert list(map(sorted, deal_out("column_wise", tables[:1], 3))) == [[0, 0, 1, 2]]
+    assert deal_out("column_wise", [load(dim=28)], 2) == [[0]]  # none of up to 14 columns is one
 
 
 def test_ranks_send_in_the_mean_what_is_priced() -> None:
@@ -132,7 +194,7 @@ def test_ranks_send_in_the_mean_what_is_priced() -> None:
     assert on_one == pytest.approx([200 * row, *[100 * ids + 50 * 4 + 100 * row] * 2])
 
 
-def test_memory_of_stock_tables_is_what_was_measured() -> None:
+def test_memory_of_a_table_of_sequences_is_what_was_measured() -> None:
     measured = json.loads((RESULTS / "sequence_memory.json").read_text())
     sizes, world_size = measured["question"], measured["question"]["ranks"]
     rows, lookups = sizes["rows"], sizes["samples"] * sizes["history"]
@@ -153,6 +215,14 @@ def test_memory_of_stock_tables_is_what_was_measured() -> None:
         found = [rank["memory_bytes"] for rank in rank_loads(kind, [histories], world_size)]
         expected = [rank["peak_bytes"] for rank in measured["found"][kind]]
         assert found == pytest.approx(expected, rel=0.02), kind
+    spectrum = CountSpectrum.from_counts(torch.from_numpy(by_row * 1e3).ceil().long(), rows)
+    work = TableWork(dataclasses.replace(histories, spectrum=spectrum), world_size)
+    for num_parts, kind in ((1, "ours:1"), (1, "ours:1:ahead"), (4, "ours:4:ahead")):
+        memory = hot_cold_memory_bytes([(work, 0, "rows")], num_parts)
+        ahead = 0.0 if "ahead" in kind else memory["lookahead"]
+        expected = [rank["peak_bytes"] for rank in measured["found"][kind]]
+        found, most = memory["home"] + memory["buffers"] - ahead, 1.005 if num_parts == 1 else 1.07
+        assert all(0.999 * each <= found <= most * each for each in expected), kind
 
 
 @pytest.mark.parametrize(
@@ -226,8 +296,12 @@ def test_memory_counts_homes_replicas_and_state() -> None:
     assert memory["home"] == pytest.approx(50 * (16 * 4 * 1.5 + 1 + 4))  # a mark, a count
     assert memory["replica"] == pytest.approx(3 * (16 * 4 * 1.5 + HOT_ROW_BYTES))
     assert memory["optimizer"] == pytest.approx(53 * 16 * 4 * 0.5)
-    bags = hot_cold_memory_bytes([(work, 0, "bags")])
-    assert bags["home"] == pytest.approx(50 * 16 * 4 * 1.5)
+    for form, beside in (("rows", 1), ("bags", 0)):
+        home = hot_cold_memory_bytes([(work, 0, form)])["home"]  # type: ignore[list-item]
+        assert home == pytest.approx(50 * (16 * 4 * 1.5 + beside))
+    # rows with their gradient, the output with its own
+    everywhere = 100 * 16 * 4 * (1.5 + 1) + 2 * 50 * 16 * 4
+    assert data_parallel_bytes(work.load) == pytest.approx(everywhere)
     wide = TableWork(load(dim=256), world_size=2)
     whole, cut = (hot_cold_memory_bytes([(wide, 0, "rows")], k)["buffers"] for k in (1, 4))
     assert 0 < cut < whole  # gradients of outputs are those of one micro-batch
@@ -259,28 +333,39 @@ def network(gbytes_per_s: float = 0.1, *, core_ns: float = 0.0, **others: object
 
 @pytest.mark.parametrize("num_hot", [0, 100])
 def test_rows_agree_with_drawn_batches(num_hot: int) -> None:
+    """Of two ranks on one host."""
     generator = torch.Generator().manual_seed(0)
     chance = zipf_counts(1.0)
-    trials, cold, dirty, touched = 60, 0.0, 0.0, 0.0
+    trials, touched, found = 60, 0.0, np.zeros((2, 2))
     for _ in range(trials):
-        drawn = torch.multinomial(chance, 3 * BATCH, replacement=True, generator=generator)
-        before, rows = drawn[: 2 * BATCH].unique(), drawn[2 * BATCH :].unique()
-        rows = rows[rows >= num_hot]
-        cold += rows.numel() / trials
-        dirty += float(torch.isin(rows, before).sum()) / trials
+        drawn = torch.multinomial(chance, 4 * BATCH, replacement=True, generator=generator)
+        before, on_host = drawn[: 2 * BATCH].unique(), drawn[2 * BATCH :]
         touched += float((before < num_hot).sum()) / trials
-    split = work().split(num_hot)
-    assert split.cold_used == pytest.approx(cold, rel=0.04)
-    assert split.dirty == pytest.approx(dirty, rel=0.04)
+        for sums, lookups in zip(found, (on_host[:BATCH], on_host)):
+            rows = lookups.unique()
+            rows = rows[rows >= num_hot]
+            sums += np.array([rows.numel(), float(torch.isin(rows, before).sum())]) / trials
+    split = TableWork(work().load, 2, ranks_per_host=2).split(num_hot)
+    assert [split.cold_used, split.dirty] == pytest.approx(found[0].tolist(), rel=0.04)
+    on_host_sums = [split.cold_on_host, split.dirty_on_host]
+    assert on_host_sums == pytest.approx(found[1].tolist(), rel=0.04)
     assert split.hot_touched == pytest.approx(touched, rel=0.04)
     assert split.coverage == pytest.approx(float(chance[:num_hot].sum() / chance.sum()))
 
 
-def test_hot_rows_are_neither_cold_nor_dirty() -> None:
-    few, many = work().split(10), work().split(200)
-    assert many.dirty < few.dirty < work().split(0).dirty
-    assert many.cold_used < few.cold_used
-    assert work().split(ROWS).cold_used == pytest.approx(0, abs=1e-6)
+def test_rows_that_the_sample_had_not_are_expected_in_batches() -> None:
+    generator, rows = torch.Generator().manual_seed(0), 2000
+    counts = torch.randint(rows, (BATCH // 2,), generator=generator).bincount()
+    spectrum = CountSpectrum.from_counts(counts[counts > 0], rows)
+    load = dataclasses.replace(work().load, num_embeddings=rows, spectrum=spectrum)
+    item = TableWork(load, 4, ranks_per_host=2)
+    on_rank, on_host, anywhere = (
+        rows * -np.expm1(BATCH * ranks * np.log1p(-1 / rows)) for ranks in (1, 2, 4)
+    )
+    split = item.split(0)
+    assert [item.unique, split.cold_used] == pytest.approx([on_rank] * 2, rel=0.05)
+    assert [item.unique_anywhere, split.cold_touched] == pytest.approx([anywhere] * 2, rel=0.05)
+    assert split.cold_on_host == pytest.approx(on_host, rel=0.05)
 
 
 @pytest.mark.parametrize("num_parts", NUM_MICRO_BATCHES)
@@ -289,22 +374,53 @@ def test_chunks_add_up_and_the_first_is_small_in_samples_only(num_parts: int) ->
     assert sum(chunks) == pytest.approx(1)
     assert min(chunks) > 0
     if num_parts > 1:  # rows repeat, so the first samples bring more new rows than others
-        assert chunks[0] > _shares(num_parts)[0]
-    assert sum(_shares(num_parts)) == pytest.approx(1)
+        assert chunks[0] > micro_batch_shares(num_parts)[0]
+    assert sum(micro_batch_shares(num_parts)) == pytest.approx(1)
 
 
-def test_homes_update_distinct_rows_once() -> None:
-    item = work()
-    totals = HotColdTotals.from_table(item, 0)
-    assert totals.updated == pytest.approx(item.unique_anywhere / 2)
-    assert totals.updated < totals.cold  # some rows are asked for by both ranks
-    local = dataclasses.replace(FREE, hot_cold=SideCosts())
-    per_row = dataclasses.replace(local.hot_cold.backward, update_ns=1000)
-    local = dataclasses.replace(local, hot_cold=SideCosts(backward=per_row))
-    assert exchange_times(totals, local).update_ms == pytest.approx(totals.updated * 1e-3)
-    # a hot row is updated on every rank
-    hot = exchange_times(HotColdTotals.from_table(item, ROWS), local)
-    assert hot.update_ms == pytest.approx(item.split(ROWS).hot_touched * 1e-3)
+@pytest.mark.parametrize("is_sequence", [False, True])
+def test_each_work_on_rows_has_its_price_once(is_sequence: bool) -> None:
+    pooled = work(pooling=3).load
+    item = TableWork(dataclasses.replace(pooled, is_sequence=is_sequence), world_size=2)
+    totals, split = HotColdTotals.from_table(item, 100), item.split(100)
+    home, lookups = split.cold_touched / 2, 3 * BATCH
+    summed, updated = split.cold_used + split.hot_touched, home + split.hot_touched
+    for phase, places, rows, written in (
+        ("input_dist", ("ids_ms", "ids_ms", "ids_ms"), item.unique, home),
+        # home rows are read once; replicas are read where they are
+        ("forward", ("call_ms", "pool_ms", "gather_ms"), item.unique, home),
+        # a hot row is updated on every rank
+        ("backward", ("backward_call_ms", "sum_ms", "update_ms"), summed, updated),
+    ):
+        per_call = {"fixed_ms": 1.0, "feature_us": 1e-3, "pack_ms": 0.0}
+        per_lookup = {
+            "lookup_ns": lookups * 1e-6,
+            "lookup_element_ns": DIM * lookups * 1e-6,
+            "bag_element_ns": DIM * (lookups if is_sequence else BATCH) * 1e-6,
+        }
+        per_row = {
+            "row_ns": rows * 1e-6,
+            "row_element_ns": DIM * rows * 1e-6,
+            "update_ns": written * 1e-6,
+        }
+        for place, priced in zip(places, (per_call, per_lookup, per_row)):
+            for term, ms in priced.items():
+                costs = SideCosts(**{phase: PhaseCost(**{term: 1.0})})  # type: ignore[arg-type]
+                times = dataclasses.asdict(exchange_times(totals, LocalCosts(hot_cold=costs)))
+                assert times == pytest.approx(dict.fromkeys(times, 0.0) | {place: ms}), (
+                    phase,
+                    term,
+                )
+
+
+def test_micro_batches_have_less_output_in_memory_and_as_many_rows() -> None:
+    totals = HotColdTotals(pooled_elements=2e8, unique_elements=5e7, bag_elements=5e7)
+    local = LocalCosts(hot_cold=in_all_phases(paged_element_ns=1.0))
+    for num_parts in (1, 4):
+        paged_ms = (2e8 / num_parts + 2 * 1e8 - (32 << 20) / 4) * 1e-6
+        times = dataclasses.asdict(exchange_times(totals, local, num_parts=num_parts))
+        expected = dict.fromkeys(times, 0.0) | {"pool_ms": paged_ms, "sum_ms": paged_ms}
+        assert times == pytest.approx(expected)
 
 
 def test_bags_send_lookups_lengths_and_pooled_vectors() -> None:
@@ -330,13 +446,19 @@ def test_bags_send_lookups_lengths_and_pooled_vectors() -> None:
         # a home rank gets no row numbers of bags
         ("input_dist", "update_ns", "update_ms", 0),
         ("input_dist", "lookup_ns", "ids_ms", 0),
+        ("input_dist", "row_element_ns", "ids_ms", 0),
         ("input_dist", "bag_lookup_ns", "ids_ms", 3 * BATCH),
+        ("forward", "fixed_ms", "call_ms", 1e6),
+        ("forward", "feature_us", "call_ms", 1e3),
         ("forward", "lookup_ns", "bag_pool_ms", 3 * BATCH),
+        ("forward", "lookup_element_ns", "bag_pool_ms", 3 * DIM * BATCH),
         ("forward", "row_ns", "gather_ms", BATCH),
         ("forward", "update_ns", "gather_ms", "home rows"),
         ("backward", "lookup_ns", "update_ms", 3 * BATCH),
         ("backward", "bag_lookup_ns", "update_ms", 3 * BATCH),
         ("backward", "bag_element_ns", "update_ms", DIM * BATCH),
+        ("backward", "row_ns", "update_ms", BATCH),
+        ("backward", "row_element_ns", "update_ms", DIM * BATCH),
         ("backward", "update_ns", "update_ms", "home rows"),
     ],
 )
@@ -351,7 +473,7 @@ def test_each_work_on_bags_has_its_price_once(
     assert times == pytest.approx(dict.fromkeys(times, 0.0) | {where: expected})
     # the busiest home rank pools bags, and copies and updates as many as others
     uneven = dataclasses.asdict(exchange_times(totals, local, uneven_bags=1.5))
-    is_pooling = phase != "input_dist" and term in ("lookup_ns", "bag_lookup_ns", "bag_element_ns")
+    is_pooling = phase != "input_dist" and term.startswith(("lookup", "bag"))
     assert uneven[where] == pytest.approx(expected * (1.5 if is_pooling else 1.0))
 
 
@@ -362,12 +484,85 @@ def test_elements_of_several_packs_are_copied_twice_each_way() -> None:
     assert two.gather_ms == two.update_ms == pytest.approx(2 * totals.cold_elements * 0.7e-6)
 
 
-def test_home_rows_are_read_once_in_forward() -> None:
-    item = work()
-    local = dataclasses.replace(FREE, hot_cold=SideCosts(forward=PhaseCost(update_ns=1e6)))
-    for num_hot in (0, 100):  # replicas are read where they are
-        times = exchange_times(HotColdTotals.from_table(item, num_hot), local)
-        assert times.gather_ms == pytest.approx(item.split(num_hot).cold_touched / 2)
+def test_row_numbers_have_eight_bytes_where_a_home_rank_has_too_many_rows_for_four() -> None:
+    for rows, num_bytes in ((2**31 - 1, 4), (2**31, 8)):
+        totals = HotColdTotals(cold=1000.0, rows=2 * rows)
+        assert Exchange(totals=totals).ways(2)[0].sent["ids"] == 1000 * num_bytes / 2
+        by_host = ByHost(totals=totals, crossing=totals, ranks_per_host=1).ways(2)[1]
+        assert by_host.sent["ids"] == 1000 * num_bytes / 2
+
+
+@pytest.mark.parametrize("num_parts", [1, 4])
+def test_a_step_sends_and_computes_everything_once(num_parts: int) -> None:
+    rows = Exchange.from_tables([(work(), 100, "rows")], 1)
+    bags = Exchange.from_tables([(work(pooling=5), 0, "bags")], 1)
+    pricer = StepPricer(WIRE, 2, micro_batch_counts=[num_parts])
+    sent = rows.ways(2)[0].sent
+    mask = rows.totals.cold / 2  # a byte for each row that another rank serves
+    wire_ms = pricer.price([rows], uneven_bags=1.5).wire_ms
+    assert wire_ms == pytest.approx((sum(sent.values()) + mask) * 1e-6)
+    sent = bags.ways(2)[0].sent
+    uneven = {name: 1.0 if name in ("flags", "header") else 1.5 for name in sent}
+    wire_ms = pricer.price([bags], uneven_bags=1.5).wire_ms
+    assert wire_ms == pytest.approx(sum(sent[name] * uneven[name] for name in sent) * 1e-6)
+
+    dense, local = DenseTimes.from_total(30.0), LocalCosts()
+    pricer = StepPricer(WIRE, 2, dense, micro_batch_counts=[num_parts]).with_local(local)
+    compute_ms = pricer.price([rows, bags]).compute_ms
+    totals = HotColdTotals.sum([rows.totals, bags.totals])
+    times = dataclasses.asdict(exchange_times(totals, local, 1, 2, num_parts))
+    more_ms = (num_parts - 1) * (2.5 + 2 * 0.09)  # two features
+    assert compute_ms == pytest.approx(sum(times.values()) + 30.0 + more_ms)
+
+
+def test_relays_sort_hold_copy_and_sum_what_they_pass_on() -> None:
+    item = TableWork(work().load, 4, ranks_per_host=2)
+    by_host, split = ByHost.from_tables([(item, 0, "node_rows")], 1), item.split(0)
+    for phase, term, where, number in (
+        ("input_dist", "lookup_ns", "ids_ms", 2 * split.cold_used),
+        ("forward", "fixed_ms", "call_ms", 0),
+        ("forward", "row_ns", "gather_ms", split.cold_used),
+        ("forward", "row_element_ns", "gather_ms", DIM * split.cold_used),
+        ("backward", "row_ns", "update_ms", split.cold_used),
+        ("backward", "row_element_ns", "update_ms", DIM * split.cold_used),
+    ):
+        costs = SideCosts(**{phase: PhaseCost(**{term: 1e6})})  # type: ignore[arg-type]
+        local = LocalCosts(hot_cold=costs)
+        own = exchange_times(by_host.totals, local)
+        expected = dataclasses.asdict(own)
+        expected[where] += number
+        found = dataclasses.asdict(by_host.with_own_work(own, local))
+        assert found == pytest.approx(expected), (phase, term)
+    assert by_host.crossing.dirty_elements == pytest.approx(DIM * split.dirty_on_host / 2)
+    relayed, flat = (
+        hot_cold_memory_bytes([(item, 0, form)])["buffers"] for form in ("node_rows", "rows")
+    )
+    vectors = 1.125 * (split.cold_on_host / 2 + split.cold_used)
+    assert relayed - flat == pytest.approx(vectors * DIM * 4 + 100 * split.cold_used)
+
+
+def test_flags_go_by_host_where_any_rows_do() -> None:
+    lines = dict.fromkeys(COLLECTIVES, 0.1) | {"inside": 1.0, "across": 2.0}
+    collectives = {name: Curve.line(latency_ms, float("inf")) for name, latency_ms in lines.items()}
+    curves = dataclasses.replace(WIRE, world_size=4, ranks_per_host=2, collectives=collectives)
+    nothing = HotColdTotals()
+    direct, by_host = (
+        Exchange(totals=nothing),
+        ByHost(totals=nothing, crossing=nothing, ranks_per_host=2),
+    )
+    pricer = StepPricer(curves, 4)
+    assert pricer.price([direct]).wire_ms == pytest.approx(0.1 + 0.1)  # flags, header
+    assert pricer.price([direct, by_host]).wire_ms == pytest.approx(3.0 + 3.1)
+
+
+def test_clean_rows_are_hidden_and_dirty_ones_are_not() -> None:
+    slow = CommCurves.assumed(2, gbytes_per_s=1e-3, latency_ms=0.0, local=FREE)
+    rows = Exchange.from_tables([(work(), 0, "rows")], 1)
+    sent, dirty = rows.ways(2)[0].sent, rows.totals.dirty_elements / rows.totals.cold_elements
+    dense = DenseTimes.from_total(1e3)
+    step = StepPricer(slow, 2, dense, [1]).price([rows])
+    exposed_ms = (sent["gradients"] + dirty * sent["rows"]) * 1e-3
+    assert step.step_ms == pytest.approx(dense.total_ms + exposed_ms, abs=0.2)  # mask and flags
 
 
 def test_bags_are_never_fetched_ahead() -> None:
@@ -376,6 +571,9 @@ def test_bags_are_never_fetched_ahead() -> None:
     dense = DenseTimes.from_total(500.0)
     curves = network(0.02, local=FREE)
     whole, cut = (StepPricer(curves, 2, dense, [k]).price([Exchange(totals=bags)]) for k in (1, 8))
+    # depth first, two micro-batches with less work than messages keep the wire busy
+    short = StepPricer(curves, 2, DenseTimes.from_total(50.0), [2]).price([Exchange(totals=bags)])
+    assert short.step_ms == pytest.approx(short.wire_ms)
     assert whole.step_ms > dense.total_ms + 0.9 * whole.wire_ms
     assert cut.step_ms < dense.total_ms + 0.3 * whole.wire_ms
 
@@ -399,7 +597,8 @@ def test_dense_work_hides_the_exchange_and_more_parts_hide_more() -> None:
 def test_stock_tables_beside_the_exchange_are_exposed() -> None:
     works = [work(0.6) for _ in range(20)]
     stock = stock_cost("table_wise", works, network(), 2)
-    pricer = StepPricer(network(), 2, DenseTimes.from_total(1000.0))
+    dense = DenseTimes.from_total(1000.0, parameter_bytes=1e6)
+    pricer = StepPricer(network(), 2, dense, micro_batch_counts=[4])
     totals = HotColdTotals.sum(HotColdTotals.from_table(own, 0) for own in works)
     alone, beside = (
         pricer.price([Exchange(totals=totals)]),
@@ -407,6 +606,19 @@ def test_stock_tables_beside_the_exchange_are_exposed() -> None:
     )
     waits_ms = stock.forward_wire_ms + stock.backward_wire_ms
     assert beside.step_ms >= alone.step_ms + waits_ms
+    assert beside.wire_ms == pytest.approx(alone.wire_ms + stock.wire_ms)
+    no_sum = StepPricer(network(), 2, DenseTimes.from_total(1000.0), micro_batch_counts=[4])
+    reduce_ms = alone.wire_ms - no_sum.price([Exchange(totals=totals)]).wire_ms
+    assert reduce_ms == pytest.approx(network().ms("all_reduce", 1e6))
+
+
+def test_a_message_takes_a_share_of_the_core() -> None:
+    pricer = StepPricer(network(0.1, core_ns=1.0), 2)
+    ms, core_share, latency_ms = map(pytest.approx, (10.3, 1 / 10.3, 0.3))
+    assert pricer.message("all_reduce", 1e6) == Message(ms, core_share, latency_ms)
+    two = pricer._joined({"all_reduce": 1e6, "all_gather": 1e6})
+    assert two == Message(pytest.approx(20.6), core_share, pytest.approx(0.6))
+    assert pricer.message("all_reduce", 0) is None
 
 
 @pytest.mark.parametrize(("kind", "world_size"), [("table_wise", 1), ("data_parallel", 2)])
@@ -426,7 +638,8 @@ def test_stock_work_counts_where_nothing_is_sent(kind: str, world_size: int) -> 
 
 
 def test_hot_cold_modules_share_an_exchange_and_stock_ones_do_not() -> None:
-    costs = SideCosts(forward=PhaseCost(fixed_ms=3.0), step_ms=5.0)
+    forward = SideCosts(forward=PhaseCost(fixed_ms=3.0))
+    costs = dataclasses.replace(forward, step_ms=5.0)
     curves = network(local=LocalCosts(hot_cold=costs, stock=costs))
     pricer, totals = StepPricer(curves, 2), HotColdTotals.from_table(work(), 0)
     one, two = (
@@ -439,6 +652,12 @@ def test_hot_cold_modules_share_an_exchange_and_stock_ones_do_not() -> None:
     )
     assert two_exchanges.compute_ms == pytest.approx(one_exchange.compute_ms + 3.0)
     assert one_exchange.compute_ms == pytest.approx(3.0 + 5.0)
+    free = StepPricer(network(local=LocalCosts(hot_cold=forward, stock=forward)), 2)
+    for first, second in (
+        (pricer.price([Exchange(totals=totals)]), free.price([Exchange(totals=totals)])),
+        (one_exchange, free.sparse_dist(stock_cost("table_wise", [work()] * 2, curves, 2))),
+    ):
+        assert first.step_ms == pytest.approx(second.step_ms + 5.0)
     # a splits, a lengths, a values, a rows and a gradients message more
     assert two_exchanges.wire_ms == pytest.approx(one_exchange.wire_ms + 5 * 0.3)
 
@@ -452,33 +671,12 @@ def test_each_further_pack_and_each_wave_has_its_price() -> None:
     totals = HotColdTotals.from_table(work(), 0, "bags")
     one, four = (pricer.price([Exchange(totals=totals, num_packs=packs)]) for packs in (1, 4))
     assert four.compute_ms == pytest.approx(one.compute_ms + 3 * 3 * 2.0)
+    # flags, header, ids, rows, gradients
+    sent = Exchange(totals=totals, num_packs=4).ways(2)[0].sent
+    assert four.wire_ms == pytest.approx(5 * 0.3 + sum(sent.values()) * 1e-5)
     in_waves = pricer.price([Exchange(totals=totals, num_packs=4)], num_bag_waves=4)
     # three rows and three gradients messages more, each with its latency
     assert in_waves.wire_ms == pytest.approx(four.wire_ms + 6 * 0.3)
-
-
-@pytest.mark.parametrize("pooling", [1, 5])
-def test_lookups_are_read_and_bags_are_written_as_often_as_in_a_real_module(pooling: int) -> None:
-    module = table_collection([50, 60], [8, 16])
-    features = make_batch(torch.randint(50, (2, BATCH, pooling)))
-    pooled = module.to_empty(device="cpu")(features).values()
-    loads = [
-        TableLoad(name=c.name, num_embeddings=c.num_embeddings, dim=c.embedding_dim, bags=BATCH,
-                  lookups=float(pooling * BATCH)) for c in module.embedding_bag_configs()
-    ]  # fmt: skip
-    works = [TableWork(load, 2) for load in loads]
-    per_bag, per_lookup = PhaseCost(bag_element_ns=1.0), PhaseCost(lookup_ns=1.0)
-    for cost, count in ((per_bag, pooled.numel()), (per_lookup, features.values().numel())):
-        side = SideCosts(forward=cost)
-        local = LocalCosts(hot_cold=side, stock=side)
-        totals = [
-            HotColdTotals.sum(HotColdTotals.from_table(item, 0, form) for item in works)
-            for form in ("rows", "bags")
-        ]
-        rows, bags = (exchange_times(total, local) for total in totals)
-        stock = stock_cost("data_parallel", works, network(local=local), 2)
-        assert stock.forward_ms == pytest.approx(count * 1e-6)
-        assert rows.pool_ms == bags.bag_pool_ms == pytest.approx(count * 1e-6)
 
 
 def test_stock_alone_hides_its_ids_only_and_in_backward() -> None:

@@ -81,7 +81,7 @@ class ByHost(Exchange):
                 "flags": num * FLAGS_BYTES,
                 # each peer gets those of the ranks behind it
                 "header": world_size * header,
-                "ids": totals.cold * id_bytes(totals.rows) + uniting * united,
+                "ids": totals.cold * id_bytes(totals.rows / world_size) + uniting * united,
                 "rows": rows,
                 "gradients": rows,
                 "hot": 2 * summed,

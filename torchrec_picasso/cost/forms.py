@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.cost.by_host import ByHost
 from torchrec_picasso.cost.hot_cold import WIRE_BYTES, Exchange, HotColdTable
+from torchrec_picasso.cost.step_price import micro_batch_shares
 from torchrec_picasso.cost.table_work import TableLoad
 from torchrec_picasso.placement import FORMS, Form
 
@@ -20,8 +20,8 @@ _LOOKUP_BYTES = (100, 170)
 """Of ids and positions, per lookup, in the same two cases. Predictions of sequences and of pooled
 tables are within 10 % of measured peaks (``benchmarks.sequence_memory``, docs/dev/log.md)."""
 _AHEAD_ROWS, _AHEAD_LOOKUP_BYTES = 1.6, 20
-"""Of both, those of the next batch, which lookahead fetches: its matrix, and rows that are sent."""
-_SAMPLES = 1000  # of which micro-batches have shares
+"""Of the next batch, which lookahead fetches: rows held per distinct row, in its matrix and sent,
+and bytes per lookup."""
 
 
 def home_row_bytes(load: TableLoad, num_hot: float, form: Form) -> float:
@@ -45,9 +45,8 @@ def hot_cold_memory_bytes(tables: Iterable[HotColdTable], num_parts: int = 1) ->
     that a step without lookahead does not have; a relay's stay, so that by host it is predicted up
     to 18 % too high (docs/dev/log.md)."""
     home = replica = optimizer = buffers = lookahead = 0.0
-    sizes_K = micro_batch_sizes(_SAMPLES, num_parts)
     matrices, lookup_bytes = _MATRICES[num_parts > 1], _LOOKUP_BYTES[num_parts > 1]
-    with_gradient = 1 + max(sizes_K) / _SAMPLES
+    with_gradient = 1 + max(micro_batch_shares(num_parts))
     for work, hot, form in tables:
         load = work.load
         at_home = load.num_embeddings / work.world_size

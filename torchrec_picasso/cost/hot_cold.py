@@ -1,7 +1,7 @@
-"""Cost of the packed unique exchange, computed from totals over the hot/cold tables.
+"""Cost of hot/cold tables, from totals over those that share an exchange.
 
-All tables of a module share five collectives per step: header, ids, rows, gradients, and the
-all-reduce of hot rows' gradients. Before it all ranks agree on flags.
+Tables of all modules share its collectives: header, ids, dirty mask, rows, gradients, and the
+all-reduce of hot rows' gradients. Before each step all ranks agree on flags.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ FLAGS_BYTES = WORD_BYTES * len(Flags())
 """Bytes of a rank's flags, to each peer."""
 _LARGEST_INT32 = 2**31 - 1
 
-# Rows of several packs are concatenated before an exchange and split after it. On one core, 24
-# tables in two or four packs took 9 to 12 ms more than in one with 21,700 rows of D=128, 1.7 and
-# 2.9 ms with 5,900, 3.7 ms with 21,700 of D=64 (four packs): 0.3 to 1.0 ns for each of four copies
-# of an element, beside the cost of a pack.
 _COPY_NS = 0.7
+"""Rows of several packs are concatenated before an exchange and split after it: 0.3 to 1.0 ns an
+element and copy (docs/dev/log.md, 2026-11-24), beside the cost of a pack."""
 _FURTHER_MODULE = 0.6
 """Cost of each further module, which shares the exchange of the first, in fixed costs of one: 0.5
 to 0.9 for a second module, 0.3 to 0.6 each for three (docs/dev/log.md, 2026-11-27)."""
@@ -205,7 +203,7 @@ def bit_bytes(num_hot: float, world_size: int) -> tuple[int, int]:
 
 
 def id_bytes(num_rows: float) -> int:
-    """Returns the bytes of a row number, if tables of so many rows share an exchange."""
+    """Returns the bytes of a row number, if a home rank has so many rows."""
     return 4 if num_rows <= _LARGEST_INT32 else 8
 
 
@@ -261,7 +259,7 @@ class Exchange:
         totals, others = self.totals, world_size - 1
         share = others / world_size  # rows with their home on this rank are not sent
         rows = (totals.cold_elements + totals.bag_elements) * WIRE_BYTES * share
-        ids = (totals.cold + totals.bag_lookups) * id_bytes(totals.rows)
+        ids = (totals.cold + totals.bag_lookups) * id_bytes(totals.rows / world_size)
         header, united = self._pair_bytes(world_size)
         sent = {
             "flags": others * FLAGS_BYTES,

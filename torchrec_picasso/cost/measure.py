@@ -1,12 +1,13 @@
 """Measures the collectives of a process group, in ascending size, within a time budget.
 
 All ranks measure the same sizes equally often: both follow from times of the slowest rank, because
-a training step waits for that rank. A size is measured for all collectives or for none, and only if
-it is expected to fit into the budget; :class:`Curve` extrapolates beyond the last size. In each
-repetition one rank starts late, as in a training step: gloo's all-to-all then takes up to twice as
-long. Where messages of all pairs lose packets, TCP waits 200 ms before it sends them again; the
-median of a few repetitions may be such a time, which steps seldom have, so a size that took clearly
-longer than the others let expect is measured again.
+a training step waits for that rank. A size begins only if all collectives are expected to fit into
+the budget; if it takes longer, the collectives that are left go without it, and it is the last.
+:class:`Curve` extrapolates beyond the last size. In each repetition one rank starts late, as in a
+training step: gloo's all-to-all then takes up to twice as long. Where messages of all pairs lose
+packets, TCP waits 200 ms before it sends them again; the median of a few repetitions may be such a
+time, which steps seldom have, so a size that took clearly longer than the others let expect is
+measured again.
 """
 
 from __future__ import annotations

@@ -138,10 +138,7 @@ class _Machine:
 
     def send(self, message: Message) -> float:
         """Queues a message on the wire; returns its arrival."""
-        start_ms = max(self.now_ms, self._wire_free_ms)
-        if start_ms > self._wire_free_ms:
-            self._first = len(self._on_wire)  # all earlier messages have arrived
-        self._wire_free_ms = start_ms + message.ms
+        self._wire_free_ms = max(self.now_ms, self._wire_free_ms) + message.ms
         self._on_wire.append((self._wire_free_ms, message.core_share))
         return self._wire_free_ms
 

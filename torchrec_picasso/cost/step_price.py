@@ -21,6 +21,7 @@ import numpy as np
 from torchrec_picasso.batches.split import micro_batch_sizes
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.hot_cold import (
+    WIRE_BYTES,
     Exchange,
     ExchangeTimes,
     HotColdTotals,
@@ -189,7 +190,7 @@ class StepPricer:
             ("reduce_hot", None): OpTime(0.0, hot),
             ("update", None): OpTime(local.update_ms),
         }
-        for k, share in enumerate(_shares(num_parts)):
+        for k, share in enumerate(micro_batch_shares(num_parts)):
             forward_ms = share * (local.pool_ms + dense.forward_ms) + more_ms
             backward_ms = share * (local.sum_ms + dense.backward_ms) + more_ms
             gather_ms = received["fetch_dirty", k] * local.gather_ms + share * local.bag_pool_ms
@@ -202,10 +203,9 @@ class StepPricer:
         return times
 
     def _agreement(self, ways_of: Sequence[Sequence[Way]]) -> Message:
-        """Returns the messages of flags: by host if any rows travel so, which has fewer peers."""
-        sent = ({way.collective: way.sent["flags"] for way in ways} for ways in ways_of)
-        found = filter(None, map(self._joined, sent))
-        return min(found, key=lambda message: message.ms, default=Message(0.0))
+        """Returns the messages of flags: by host if any rows travel so."""
+        ways = max(ways_of, key=len)
+        return self._joined({way.collective: way.sent["flags"] for way in ways}) or Message(0.0)
 
     def _joined(self, sent: Mapping[str, float]) -> Message | None:
         """Returns the messages of several collectives, one after another, as one."""
@@ -244,7 +244,8 @@ def _busiest(way: Way, uneven_bags: float) -> Way:
     elements = max(1e-9, way.totals.cold_elements + way.totals.bag_elements)
     uneven = 1 + (uneven_bags - 1) * way.totals.bag_elements / elements
     uneven_sent = {name: way.sent[name] * uneven for name in ("ids", "rows", "gradients")}
-    mask = way.totals.cold * _MASK_BYTES
+    sent_share = way.sent["rows"] / (elements * WIRE_BYTES)  # other rows stay on their rank
+    mask = sent_share * way.totals.cold * _MASK_BYTES
     return replace(way, sent={**way.sent, **uneven_sent, "mask": mask})
 
 
@@ -268,7 +269,7 @@ def _received_shares(totals: HotColdTotals, used_K: np.ndarray) -> dict[_Operati
     """Returns the share of each operation that sends rows, or gradients, in all received elements;
     ``used_K`` are shares of rows by the first micro-batch that uses them."""
     # bags are spread like samples, and always dirty
-    bags_K = np.array(_shares(len(used_K))) * totals.bag_elements
+    bags_K = np.array(micro_batch_shares(len(used_K))) * totals.bag_elements
     elements = max(1e-9, totals.cold_elements + totals.bag_elements)
     sent_K = (totals.cold_elements * used_K + bags_K) / elements
     dirty_K = (totals.dirty_elements * used_K + bags_K) / elements
@@ -280,7 +281,7 @@ def _received_shares(totals: HotColdTotals, used_K: np.ndarray) -> dict[_Operati
 
 
 @cache
-def _shares(num_parts: int) -> tuple[float, ...]:
+def micro_batch_shares(num_parts: int) -> tuple[float, ...]:
     """Returns the share of the samples in each micro-batch; the first one is small."""
     samples = 1000 * (3 * num_parts - 2)  # large enough that rounding to samples does not matter
     return tuple(size / samples for size in micro_batch_sizes(samples, num_parts))
@@ -289,7 +290,7 @@ def _shares(num_parts: int) -> tuple[float, ...]:
 def chunk_shares(num_parts: int, counted: Sequence[float] | None = None) -> np.ndarray:
     """Returns the share of the batch's rows that each micro-batch is the first to use; ``counted``
     as in :class:`CountedStep`."""
-    ends_K = np.cumsum(_shares(num_parts))
+    ends_K = np.cumsum(micro_batch_shares(num_parts))
     if counted is None:
         return np.diff(ends_K**_FIRST_USE_EXPONENT, prepend=0.0)
     return np.diff(np.interp(ends_K, np.linspace(0, 1, len(counted)), counted), prepend=0.0)

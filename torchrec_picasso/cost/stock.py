@@ -252,6 +252,7 @@ def _data_parallel(
 ) -> StockCost:
     # the dense update writes every element of the tables, whether looked up or not
     dense_update = LocalWork(
+        calls=0.0,
         bag_elements=totals.table_elements * _DENSE_UPDATE_PASSES,
         buffer_elements=totals.table_elements,
     )
@@ -311,7 +312,8 @@ def rank_loads(
             rank["served_lookups"] += world_size * parts * load.lookups
             rank["sent_bytes"] += ids + vectors * load.vectors * load.dim * _WIRE_BYTES
             rank["home_bytes"] += share * load.num_embeddings * load.row_bytes
-            # what it looked up for all ranks, and a copy by receiver; or the output and a copy
+            # what it looked up for all ranks, and the output; of one of them also a copy, of what
+            # was looked up by receiver
             looked_up = world_size * own * (1 if is_summed else parts / num_parts)
             is_sent_as_it_is = not (is_row_wise or load.is_sequence)
             at_exchange_W[w] += looked_up + own + (own if is_sent_as_it_is else looked_up)
@@ -373,6 +375,7 @@ def over_mean(load_W: Iterable[float]) -> float:
 
 
 def _column_shards(load: TableLoad, world_size: int) -> int:
-    """Returns the number of column shards: one per rank, or a few more of an allowed width."""
+    """Returns the number of column shards: one per rank, or a few more of an allowed width, or the
+    whole table where that does not divide its columns."""
     width = load.dim // world_size // _MIN_COLUMNS * _MIN_COLUMNS
     return load.dim // width if width and load.dim % width == 0 else 1

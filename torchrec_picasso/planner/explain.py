@@ -121,7 +121,7 @@ def _ranks(decision: Decision, memory: Mapping[str, float]) -> list[dict[str, fl
     load_W = homes.load_W if homes is not None else (even / world_size,) * world_size
     stock_bytes = _stock_memory(decision)
     all_bytes = sum(load_W) * WIRE_BYTES  # of the rows that a rank requests, its own included
-    number_bytes = id_bytes(sum(load.num_embeddings for load, _ in cold))
+    number_bytes = id_bytes(sum(load.num_embeddings for load, _ in cold) / world_size)
     # bytes of row numbers per byte of rows
     numbers = number_bytes * sum(rows for _, rows in cold) / all_bytes if all_bytes else 0.0
     to_others = all_bytes * (world_size - 1) / world_size
