@@ -8,7 +8,7 @@ statistics are exact up to chance; the tolerance is reasoned where it stands.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,11 @@ from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.by_host import ByHost
 from torchrec_picasso.cost.curves import COLLECTIVES, Curve
 from torchrec_picasso.cost.hot_cold import Exchange, HotColdTable, HotColdTotals
+from torchrec_picasso.cost.stock import rank_loads, stock_cost
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.exchange.waiting import tallied
 from torchrec_picasso.frequency.spectrum import CountSpectrum
+from torchrec_picasso.placement import Form
 from torchrec_picasso.planner import choice
 from torchrec_picasso.planner.explain import summarize
 
@@ -160,6 +162,63 @@ def test_bytes_of_true_numbers_are_exact(world_size: int, driver: Driver) -> Non
     # a byte for each row that is asked of another rank
     asked = totals.cold * (world_size - 1) / world_size
     assert marks == pytest.approx(asked if driver is not None and driver[1] else 0)
+
+
+def _sent_for_weights(rank: int, world_size: int) -> dict[str, float]:
+    """Bytes that weights of lookups add to a step, by placement; as many lookups at each home."""
+    found = {}
+    for placement in ("table_wise", "bags"):
+        sent = []
+        for weighted in (False, True):
+            job = replace(JOB, placement={"*": placement}, weighted=weighted)
+            ids = [torch.tensor(_known_rows(table, rank, world_size)[0]) for table in TABLES]
+            features = KeyedJaggedTensor(
+                keys=["f0", "f1"],
+                values=torch.cat(ids),
+                lengths=torch.tensor([length for each in ids for length in (len(each), *[0] * 5)]),
+                weights=torch.ones(sum(map(len, ids))) if weighted else None,
+            )
+            batch = Batch(torch.zeros(6, 1), features, torch.ones(6))
+            pipeline, batches = make_driver(None, build(job, rank, world_size)), itertools.repeat
+            for _ in range(NUM_WARM):
+                pipeline.progress(batches(batch))
+            sent.append(_sent_by_purpose(pipeline, batches(batch))["all"])
+        found[placement] = sent[1] - sent[0]
+    return found
+
+
+def test_bytes_of_weights_are_exact() -> None:
+    """Four bytes a lookup, of stock tables and of bags; with rows no weight is sent."""
+    by_rank = run_ranks(_sent_for_weights, 2, timeout_s=60)
+    works = []
+    for table in TABLES:
+        lookups = float(np.mean([len(_known_rows(table, rank, 2)[0]) for rank in range(2)]))
+        load = TableLoad(
+            name=table.name, num_embeddings=table.rows, dim=table.dim, lookups=lookups, bags=6.0
+        )
+        works.append([TableWork(replace(load, is_weighted=has), 2) for has in (False, True)])
+
+    def added(ids: Callable[[list[TableWork]], float]) -> float:
+        without, weighted = (ids([work[has] for work in works]) for has in (False, True))
+        return weighted - without
+
+    def sent_by(form: Form) -> Callable[[list[TableWork]], float]:
+        return lambda of: Exchange.from_tables([(w, 0, form) for w in of], 1).ways(2)[0].sent["ids"]
+
+    curves = CommCurves.assumed(2, gbytes_per_s=1.0)
+    stock = added(lambda of: stock_cost("table_wise", of, curves, 2).sent_bytes["ids"])
+    # TorchRec sends their number to each peer, too, which has no price, like all such numbers
+    assert stock == np.mean([sent["table_wise"] - 8 for sent in by_rank]) == 4 * 5
+    assert added(sent_by("bags")) == np.mean([sent["bags"] for sent in by_rank]) == 4 * 5
+    assert added(sent_by("rows")) == 0
+    # each rank's ids go to the column shards of both others
+    wide = [replace(work.load, dim=96, row_wise_W=()) for work in (works[0][1], works[0][0])]
+    loaded = [rank_loads("column_wise", [load], 3) for load in wide]
+    sent = [sum(rank["sent_bytes"] for rank in ranks) for ranks in loaded]
+    assert sent[0] - sent[1] == pytest.approx(3 * 4 * wide[0].lookups * 2)
+    costs = [stock_cost("column_wise", [TableWork(load, 3)], curves, 3) for load in wide]
+    sent_ids = [3 * cost.sent_bytes["ids"] for cost in costs]
+    assert sent_ids[0] - sent_ids[1] == pytest.approx(sent[0] - sent[1])
 
 
 def _count_by_host(rank: int, world_size: int) -> dict[str, dict[str, float]]:

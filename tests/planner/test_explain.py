@@ -154,6 +154,18 @@ def test_constraints_are_respected() -> None:
     assert "no stock type is allowed" in why["b"]
 
 
+def test_weights_of_lookups_are_on_the_wire() -> None:
+    sent = {}
+    for is_weighted in (False, True):
+        planner = hot_cold_planner(topology(), batch_size=BATCH, curves=FAST, debug=False)
+        model = nn.Sequential(bags_of(tables_of(ROWS, DIM), "meta", is_weighted=is_weighted))
+        planner.plan(model, [AbleSharder()])
+        assert set(planner.decision.forms) == {None}
+        sent[is_weighted] = planner.decision.sent_bytes["ids"]
+    # 4 bytes of each lookup, half of which are of the other rank's tables
+    assert sent[True] - sent[False] == pytest.approx(4 * BATCH * len(ROWS) / 2)
+
+
 def test_homes_follow_the_load() -> None:
     # all lookups of b go to its first rows, which equal blocks put on one rank
     stats_b = stats_of({"b": ROWS["b"]}, lambda rows: torch.full((40,), 100), 8, BATCH).tables
@@ -571,6 +583,8 @@ def test_tables_behind_feature_processors_take_rows_alone() -> None:
     """And only where constraints name row_wise: unasked, TorchRec does not offer it there."""
     either = dict.fromkeys(POOLING, ParameterConstraints(sharding_types=["row_wise", "table_wise"]))
     planner, plan = _processed(curves=SLOW, constraints=either, hot_rows=0)
+    # a processor makes weights where lookups have arrived
+    assert not any(work.load.is_weighted for work in planner.decision.works)
     assert {name: one.form for name, one in params(plan).items()} == dict.fromkeys(POOLING, "rows")
     assert {fact.no_form["bags"] for fact in planner.decision.tables} == {
         "feature processors weight its lookups on the rank of the batch"

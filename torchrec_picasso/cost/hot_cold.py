@@ -63,6 +63,7 @@ class HotColdTotals(Summable):
     bag_elements: float = 0.0
     bag_lookups: float = 0.0
     bag_lookup_elements: float = 0.0
+    bag_weights: float = 0.0
     bag_updated: float = 0.0  # ``updated`` of these tables: their home rank gets no row numbers
 
     @staticmethod
@@ -78,6 +79,7 @@ class HotColdTotals(Summable):
                 bag_elements=load.bags * load.dim,
                 bag_lookups=load.lookups,
                 bag_lookup_elements=load.lookups * load.dim,
+                bag_weights=load.weights,
                 bag_updated=work.unique_anywhere / work.world_size,
             )
         split = work.split(num_hot)
@@ -260,11 +262,12 @@ class Exchange:
         share = others / world_size  # rows with their home on this rank are not sent
         rows = (totals.cold_elements + totals.bag_elements) * WIRE_BYTES * share
         ids = (totals.cold + totals.bag_lookups) * id_bytes(totals.rows / world_size)
+        ids += totals.bag_weights * WIRE_BYTES + totals.bags * LENGTH_BYTES
         header, united = self._pair_bytes(world_size)
         sent = {
             "flags": others * FLAGS_BYTES,
             "header": others * header,
-            "ids": (ids + totals.bags * LENGTH_BYTES) * share + others * united,
+            "ids": ids * share + others * united,
             "rows": rows,
             "gradients": rows,
             "hot": 2 * share * totals.touched_elements * WIRE_BYTES,  # summed in a ring

@@ -72,6 +72,7 @@ class StockTotals(Summable):
     features: float = 0.0
     lookups: float = 0.0  # of the rank's batch, times the ranks that each is sent to
     lookup_elements: float = 0.0
+    weights: float = 0.0  # of lookups, times the ranks that each is sent to
     lengths: float = 0.0  # bag lengths of the batch, times the ranks that each is sent to
     vector_elements: float = 0.0  # of outputs that are sent as they are
     summed_elements: float = 0.0  # of those that are sums of all ranks' parts
@@ -96,6 +97,7 @@ class StockTotals(Summable):
             features=load.num_features,
             lookups=load.lookups * copies,
             lookup_elements=load.lookups * load.dim,
+            weights=load.weights * copies,
             lengths=load.bags * (world_size if is_row_wise else copies),
             vector_elements=0.0 if is_summed else elements,
             summed_elements=elements if is_summed else 0.0,
@@ -171,7 +173,8 @@ def cost_of_totals(
     work = local_work(totals, uneven, world_size, num_modules)
     if sharding_type == "data_parallel":
         return _data_parallel(totals, replace(work, updated=0.0, hashed=0.0), curves, world_size)
-    ids = (totals.lookups * _ID_BYTES + totals.lengths * _LENGTH_BYTES) * to_others
+    ids = totals.lookups * _ID_BYTES + totals.weights * _WIRE_BYTES + totals.lengths * _LENGTH_BYTES
+    ids *= to_others
     busiest_ids = ids * both_ways if busiest_bytes is None else busiest_bytes["ids"]
     # an all-to-all of splits, then one of lengths and one of values
     ids_wire_ms = exchange_ms("all_to_all", 0) + 2 * exchange_ms("all_to_all", busiest_ids / 2)
@@ -307,7 +310,8 @@ def rank_loads(
             # rows for other ranks, and gradients of rows from other ranks; or partial sums
             is_summed = is_row_wise and not load.is_sequence
             vectors = 2 * others if is_summed else (parts * others + elsewhere) / num_parts
-            ids = elsewhere * load.lookups * _ID_BYTES + lengths * _LENGTH_BYTES
+            ids = elsewhere * (load.lookups * _ID_BYTES + load.weights * _WIRE_BYTES)
+            ids += lengths * _LENGTH_BYTES
             share = 1 / world_size if is_row_wise else parts / num_parts
             rank["served_lookups"] += world_size * parts * load.lookups
             rank["sent_bytes"] += ids + vectors * load.vectors * load.dim * _WIRE_BYTES

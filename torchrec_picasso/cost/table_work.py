@@ -61,6 +61,8 @@ class TableLoad:
     """Bags, or sequences, per rank and step: samples x features."""
     is_sequence: bool = False
     """Whether the output has a vector of each lookup, not one of each bag."""
+    is_weighted: bool = False
+    """Whether each lookup has a weight, a float32 that travels with its id."""
     row_wise_W: tuple[float, ...] = ()
     """Those of the lookups that equal blocks of rows put on each rank; empty = even."""
     num_features: int = 1
@@ -76,6 +78,11 @@ class TableLoad:
     def vectors(self) -> float:
         """Vectors of the output per rank and step."""
         return self.lookups if self.is_sequence else self.bags
+
+    @property
+    def weights(self) -> float:
+        """Weights of lookups per rank and step."""
+        return self.lookups if self.is_weighted else 0.0
 
     @property
     def row_bytes(self) -> float:

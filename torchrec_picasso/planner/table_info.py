@@ -122,6 +122,7 @@ def _load(
         lookups=batch_size * lookups_per_sample,
         bags=batch_size * num_features,
         is_sequence=not isinstance(config, EmbeddingBagConfig),
+        is_weighted=bool(first.is_weighted),
         num_features=num_features,
         spectrum=spectrum,
         element_bytes=first.tensor.element_size(),

@@ -20,7 +20,11 @@ from torchrec_picasso.app.cli import main as command_line
 from torchrec_picasso.app.cli.calibrate import print_curves
 from torchrec_picasso.app.cli.main import main
 from torchrec_picasso.app.config import load_config
-from torchrec_picasso.app.launch.environment import KEEPS_FREED_MEMORY, describe_environment
+from torchrec_picasso.app.launch.environment import (
+    KEEPS_FREED_MEMORY,
+    describe_environment,
+    other_hardware,
+)
 from torchrec_picasso.app.zoo.registry import build_model, make_source
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.curves import COLLECTIVES
@@ -248,3 +252,13 @@ def test_ranks_that_a_command_starts_keep_freed_memory(
     assert found == expected
     said = describe_environment()["allocator"]
     assert ("MALLOC_MMAP_THRESHOLD_=1073741824" in str(said)) == bool(expected)
+
+
+def test_curves_of_other_hardware_are_told() -> None:
+    here = describe_environment()
+    assert other_hardware({}) is None  # assumed curves
+    assert other_hardware({**here, "date_utc": "2020-01-01", "torch": "1.0"}) is None
+    assert other_hardware({**here, "cpu": "Z80", "num_cpus": 1}) == (
+        f"cpu Z80, here {here['cpu']}; num_cpus 1, here {here['num_cpus']}"
+    )
+    assert "allocator jemalloc, here " in str(other_hardware({**here, "allocator": "jemalloc"}))

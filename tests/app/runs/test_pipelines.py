@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torchrec_picasso.app.runs.placements import make_placement
 from torchrec_picasso.app.runs.train import train_on_rank
 from torchrec_picasso.app.runs.trainer import Trainer
 from torchrec_picasso.app.zoo.registry import make_source
+from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.errors import PlanError
 
 TIMEOUT_S = 120
@@ -161,3 +163,19 @@ def test_placements_train_the_same_model() -> None:
 def test_unknown_placement() -> None:
     with pytest.raises(PlanError, match=r"placement: expected one of hot_cold, .*; got 'magic'"):
         make_placement("magic", torch.nn.Module(), None, device_type="cpu", batch_size=1)
+
+
+def _warned(rank: int, world_size: int, path: str) -> list[str]:
+    config = tiny_run(sharding=ShardingConfig(hot_rows=20, curves=path))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(config, make_source(config.data, config.seed), placement="hot_cold")
+    return [str(each.message) for each in caught if "measured on" in str(each.message)]
+
+
+def test_a_run_warns_once_of_curves_from_other_hardware(tmp_path: Path) -> None:
+    curves, path = CommCurves.assumed(2, gbytes_per_s=1.0), tmp_path / "curves.json"
+    dataclasses.replace(curves, measured_on={"cpu": "Z80"}).to_json(path)
+    first, second = run_ranks(_warned, 2, str(path), timeout_s=TIMEOUT_S)
+    assert [each.startswith(f"{path} was measured on cpu Z80, here ") for each in first] == [True]
+    assert second == []

@@ -241,7 +241,7 @@ def test_costs_of_both_sides_are_those_of_the_slowest_host() -> None:
     num_pooled = sum(not probe.is_sequence for probe in local_probe.PROBES)
     num_probes = 2 * len(local_probe.PROBES) + num_pooled  # and their bags
     assert num_calls == num_probes == local_probe.NUM_PROBES
-    assert ratios == [4.0] * num_probes  # the mean of 3 and 5
+    assert ratios == [5.0] * num_probes  # the larger of 3 and 5
     # equal shares of what is left, and only calls take time
     assert shares_s == pytest.approx([2800.0 / left for left in range(num_probes, 0, -1)])
 

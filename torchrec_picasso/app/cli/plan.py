@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from torchrec.distributed.planner import Topology
@@ -84,16 +86,17 @@ def _topology(args: argparse.Namespace, world_size: int, curves: CommCurves | No
 
 
 def _print_tables(frame: pd.DataFrame) -> None:
-    """Prints two lines per table: numbers, and the reason."""
+    """Prints a line of numbers per table, and below tables that share a reason the reason."""
     head = ("hot rows", "coverage", "cold rows", "memory MiB")
     print(f"{'table':<12}{'rows':>12}{'dim':>5}" + "".join(f"{word:>11}" for word in head))
-    for line in frame.to_dict("records"):
-        memory = (line["home_bytes"] + line["replica_bytes"]) / _MIB
-        print(
-            f"{line['table']:<12}{line['rows']:>12,}{line['dim']:>5}{line['hot_rows']:>11,}"
-            f"{line['coverage']:>11.1%}{line['cold_rows']:>11,.0f}{memory:>11,.1f}"
-        )
-        print(f"    {line['why']}")
+    for why, tables in groupby(frame.to_dict("records"), itemgetter("why")):
+        for line in tables:
+            memory = (line["home_bytes"] + line["replica_bytes"]) / _MIB
+            print(
+                f"{line['table']:<12}{line['rows']:>12,}{line['dim']:>5}{line['hot_rows']:>11,}"
+                f"{line['coverage']:>11.1%}{line['cold_rows']:>11,.0f}{memory:>11,.1f}"
+            )
+        print(f"    {why}")
 
 
 def _print_summary(summary: dict[str, Any], frame: pd.DataFrame) -> None:

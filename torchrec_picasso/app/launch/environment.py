@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -39,6 +40,20 @@ def describe_environment() -> dict[str, str | int]:
         except metadata.PackageNotFoundError:
             continue
     return environment
+
+
+def other_hardware(measured_on: Mapping[str, str | int]) -> str | None:
+    """Differences of this hardware from that of measured curves; ``None`` without.
+
+    Args:
+        measured_on: Result of :func:`describe_environment` there; may be empty.
+    """
+    here = describe_environment()
+    there = {name: measured_on.get(name, here[name]) for name in ("cpu", "num_cpus", "allocator")}
+    differ = [
+        f"{name} {there[name]}, here {here[name]}" for name in there if there[name] != here[name]
+    ]
+    return "; ".join(differ) or None
 
 
 def _allocator() -> str:

@@ -28,7 +28,7 @@ _NUM_PARTS, _FEWEST_SAMPLES = (1, 4, 16), 64
 """Numbers of micro-batches that are measured, and the samples that each must have."""
 
 
-def measure_dense(config: TrainConfig, device: torch.device | None = None) -> DenseTimes:
+def measure_dense(config: TrainConfig, device: torch.device) -> DenseTimes:
     """:func:`measure_dense_of` for the model of a configuration and one of its batches."""
     source = make_source(config.data, config.seed)
     return measure_dense_of(

@@ -37,14 +37,14 @@ class Pace:
         self._load = os.getloadavg()[0]  # before this measurement
         self._numbers = torch.rand(1 << 16)
         self.ratios: list[float] = []
-        """Mean over ranks, by window."""
+        """Of the slowest rank, by window."""
 
     def sample(self) -> None:
         """Measures a window. Collective."""
         dist.barrier()
         ratio = torch.tensor(self.own_ratio(), dtype=torch.float64)
-        dist.all_reduce(ratio)
-        self.ratios.append(float(ratio) / dist.get_world_size())
+        dist.all_reduce(ratio, dist.ReduceOp.MAX)
+        self.ratios.append(float(ratio))
 
     def own_ratio(self) -> float:
         """The ratio of this rank in one window."""
@@ -94,7 +94,7 @@ def times_fitting(left_s: float, once_s: float) -> float:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Cores that this process may use; quotas of control groups are not read."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_picasso.app.config import OptimizerConfig, TrainConfig
+from torchrec_picasso.app.launch.environment import other_hardware
 from torchrec_picasso.app.runs.pipelines import MakePipeline, pipeline_maker
 from torchrec_picasso.app.runs.placements import Placement, make_placement
 from torchrec_picasso.app.zoo.data.source import BatchSource
@@ -80,7 +82,7 @@ class Trainer:
             batch_size=config.data.batch_size,
             hot_rows=config.sharding.hot_rows,
             stats=stats,
-            curves=None if curves is None else CommCurves.from_json(curves),
+            curves=None if curves is None else _read_curves(curves),
             num_waves=config.sharding.num_waves,
         )
         if change_plan is not None:
@@ -246,6 +248,18 @@ def _stats(
         return None
     shares = (source.heldout(rank, world_size) for rank in range(world_size))
     return FrequencyStats.collect(itertools.chain.from_iterable(shares), model)
+
+
+def _read_curves(path: str) -> CommCurves:
+    """Reads measured curves; warns on rank 0 if they are of other hardware."""
+    curves = CommCurves.from_json(path)
+    differs = other_hardware(curves.measured_on)
+    if differs is not None and dist.get_rank() == 0:
+        warnings.warn(
+            f"{path} was measured on {differs}: the plan may be wrong; calibrate where you train",
+            stacklevel=2,
+        )
+    return curves
 
 
 def _fuse_table_optimizer(model: nn.Module, optimizer: OptimizerConfig) -> None:
