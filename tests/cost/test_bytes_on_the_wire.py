@@ -190,29 +190,33 @@ def _sent_for_weights(rank: int, world_size: int) -> dict[str, float]:
 def test_bytes_of_weights_are_exact() -> None:
     """Four bytes a lookup, of stock tables and of bags; with rows no weight is sent."""
     by_rank = run_ranks(_sent_for_weights, 2, timeout_s=60)
-    works = []
+    both = []
     for table in TABLES:
         lookups = float(np.mean([len(_known_rows(table, rank, 2)[0]) for rank in range(2)]))
         load = TableLoad(
             name=table.name, num_embeddings=table.rows, dim=table.dim, lookups=lookups, bags=6.0
         )
-        works.append([TableWork(replace(load, is_weighted=has), 2) for has in (False, True)])
+        both.append([TableWork(replace(load, is_weighted=has), 2) for has in (False, True)])
 
     def added(ids: Callable[[list[TableWork]], float]) -> float:
-        without, weighted = (ids([work[has] for work in works]) for has in (False, True))
+        without, weighted = (ids([works[has] for works in both]) for has in (False, True))
         return weighted - without
 
     def sent_by(form: Form) -> Callable[[list[TableWork]], float]:
-        return lambda of: Exchange.from_tables([(w, 0, form) for w in of], 1).ways(2)[0].sent["ids"]
+        def sent(works: list[TableWork]) -> float:
+            tables: list[HotColdTable] = [(work, 0, form) for work in works]
+            return Exchange.from_tables(tables, 1).ways(2)[0].sent["ids"]
+
+        return sent
 
     curves = CommCurves.assumed(2, gbytes_per_s=1.0)
-    stock = added(lambda of: stock_cost("table_wise", of, curves, 2).sent_bytes["ids"])
+    stock = added(lambda works: stock_cost("table_wise", works, curves, 2).sent_bytes["ids"])
     # TorchRec sends their number to each peer, too, which has no price, like all such numbers
     assert stock == np.mean([sent["table_wise"] - 8 for sent in by_rank]) == 4 * 5
     assert added(sent_by("bags")) == np.mean([sent["bags"] for sent in by_rank]) == 4 * 5
     assert added(sent_by("rows")) == 0
     # each rank's ids go to the column shards of both others
-    wide = [replace(work.load, dim=96, row_wise_W=()) for work in (works[0][1], works[0][0])]
+    wide = [replace(work.load, dim=96) for work in (both[0][1], both[0][0])]
     loaded = [rank_loads("column_wise", [load], 3) for load in wide]
     sent = [sum(rank["sent_bytes"] for rank in ranks) for ranks in loaded]
     assert sent[0] - sent[1] == pytest.approx(3 * 4 * wide[0].lookups * 2)

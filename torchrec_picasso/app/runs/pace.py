@@ -17,7 +17,7 @@ import torch.distributed as dist
 _BUSY_S = 0.05  # CPU time of a window
 _UNEVEN = 1.1
 """Largest mean ratio of an idle machine, over the slowdown by its ranks alone. Two ranks on two
-idle cores had a ratio of 1.005; beside tests, windows had 1.1 to 6.1."""
+idle cores had 1.018 (windows 1.003 to 1.13), eight 4.06 (docs/dev/log.md, 2026-11-27)."""
 
 
 class Pace:
