@@ -178,11 +178,11 @@ def _sent_for_weights(rank: int, world_size: int) -> dict[str, float]:
                 lengths=torch.tensor([length for each in ids for length in (len(each), *[0] * 5)]),
                 weights=torch.ones(sum(map(len, ids))) if weighted else None,
             )
-            batch = Batch(torch.zeros(6, 1), features, torch.ones(6))
-            pipeline, batches = make_driver(None, build(job, rank, world_size)), itertools.repeat
+            batches = itertools.repeat(Batch(torch.zeros(6, 1), features, torch.ones(6)))
+            pipeline = make_driver(None, build(job, rank, world_size))
             for _ in range(NUM_WARM):
-                pipeline.progress(batches(batch))
-            sent.append(_sent_by_purpose(pipeline, batches(batch))["all"])
+                pipeline.progress(batches)
+            sent.append(_sent_by_purpose(pipeline, batches)["all"])
         found[placement] = sent[1] - sent[0]
     return found
 
@@ -211,7 +211,7 @@ def test_bytes_of_weights_are_exact() -> None:
 
     curves = CommCurves.assumed(2, gbytes_per_s=1.0)
     stock = added(lambda works: stock_cost("table_wise", works, curves, 2).sent_bytes["ids"])
-    # TorchRec sends their number to each peer, too, which has no price, like all such numbers
+    # TorchRec sends each peer the number of weights, too: 8 bytes, without a price
     assert stock == np.mean([sent["table_wise"] - 8 for sent in by_rank]) == 4 * 5
     assert added(sent_by("bags")) == np.mean([sent["bags"] for sent in by_rank]) == 4 * 5
     assert added(sent_by("rows")) == 0
