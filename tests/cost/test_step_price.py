@@ -290,6 +290,12 @@ def test_bags_have_no_share_in_the_maps_of_sequences() -> None:
         assert bags[kind].backward_ms == 0 < sequences[kind].backward_ms
 
 
+def test_a_sequence_table_without_lookups_has_a_price() -> None:
+    nothing = load(num_embeddings=1, lookups=0.0, spectrum=None, is_sequence=True)
+    (costs,) = marginal_stock_costs([TableWork(nothing, world_size=2)], WIRE, 2)
+    assert all(cost.backward_ms == 0 for cost in costs.values())
+
+
 def test_memory_counts_homes_replicas_and_state() -> None:
     work = TableWork(load(optimizer_share=0.5), world_size=2)
     memory = hot_cold_memory_bytes([(work, 3, "rows")])

@@ -241,7 +241,9 @@ def marginal_stock_costs(
                 own,
                 rows=rows * own.lookups,
                 row_elements=row_elements * own.lookup_elements,
-                hashed=totals.hashed * own.lookups / in_sequences if own.hashed else 0.0,
+                hashed=totals.hashed * own.lookups / in_sequences
+                if own.hashed and in_sequences
+                else 0.0,
             )
             others = cost_of_totals(kind, totals.plus(own, -1.0), uneven, curves, world_size)
             saved = all_tables.plus(others, -1.0)

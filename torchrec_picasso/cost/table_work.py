@@ -62,7 +62,7 @@ class TableLoad:
     is_sequence: bool = False
     """Whether the output has a vector of each lookup, not one of each bag."""
     is_weighted: bool = False
-    """Whether each lookup has a weight, a float32: it travels with an id, never with a row."""
+    """Whether its module is weighted: a float32 travels with each id, never with a row."""
     row_wise_W: tuple[float, ...] = ()
     """Those of the lookups that equal blocks of rows put on each rank; empty = even."""
     num_features: int = 1

@@ -43,7 +43,7 @@ def describe_environment() -> dict[str, str | int]:
 
 
 def other_hardware(measured_on: Mapping[str, str | int]) -> str | None:
-    """Differences of this hardware from that of measured curves; ``None`` without.
+    """Differences of processor, cores and allocator from those of measured curves, if any.
 
     Args:
         measured_on: Result of :func:`describe_environment` there; may be empty.

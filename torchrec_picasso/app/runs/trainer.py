@@ -256,7 +256,8 @@ def _read_curves(path: str) -> CommCurves:
     differs = other_hardware(curves.measured_on)
     if differs is not None and dist.get_rank() == 0:
         warnings.warn(
-            f"{path} was measured on {differs}: the plan may be wrong; calibrate where you train",
+            f"{path} was measured on {differs}: the plan may be wrong; calibrate where and as you "
+            "train",
             stacklevel=2,
         )
     return curves
