@@ -57,7 +57,7 @@ def calibrate_on_rank(
     max_bytes: int,
     seconds_per_point: float,
     with_local: bool,
-    budget_s: float = 10.0,
+    budget_s: float = 6.0,
     config: TrainConfig | None = None,
 ) -> CommCurves:
     """Measures curves and local costs. Collective: the main function of every rank.

@@ -29,7 +29,7 @@ from torchrec_picasso.cost.stock import StockTotals
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.placement import FORMS, Form
 
-_BUDGET_S = 16.0
+_BUDGET_S = 11.0
 _WARMUP_STEPS, _FEWEST_STEPS, _MOST_STEPS = 2, 3, 5
 _FEW, _GROWTH = 1 / 16, 4
 """Share of its samples that a probe begins with, and keeps on a slow core or network; where time

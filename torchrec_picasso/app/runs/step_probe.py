@@ -36,7 +36,7 @@ from torchrec_picasso.planner import hot_cold_planner
 
 _BATCH_SIZE, _DIM, _MAX_ROWS, _HIDDEN = 128, 16, 2_000, (16,)
 _NUM_BATCHES, _WARMUP_STEPS, _TIMED_STEPS = 8, 10, 6
-_BUDGET_S, _FEWEST_TURNS = 5.0, 3
+_BUDGET_S, _FEWEST_TURNS = 4.0, 3
 _SIDES = {"stock": ("table_wise", "sparse_dist"), "rows": ("hot_cold", "interleaved")}
 """Placement and pipeline of each side, by the name of the planner's price."""
 
