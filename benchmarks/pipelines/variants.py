@@ -47,6 +47,7 @@ class Variant:
         num_workers: Workers of its DataLoader; ``None`` = its batches are made before.
         prepares: Whether the DataLoader reads their ids.
         form: Form of its row-exchanged tables; ``None`` = the planner's.
+        is_again: Whether it is a stock variant once more, whose gain is noise.
     """
 
     name: str
@@ -59,11 +60,13 @@ class Variant:
     num_workers: int | None = None
     prepares: bool = False
     form: Form | None = None
+    is_again: bool = False
 
     @property
     def is_stock(self) -> bool:
-        """Whether nothing of this package is in it."""
-        return self.placement != "hot_cold" and self.pipeline != "interleaved"
+        """Whether others are compared with it: nothing of this package is in it."""
+        is_ours = self.placement == "hot_cold" or self.pipeline == "interleaved"
+        return not (is_ours or self.is_again)
 
     @property
     def chooses(self) -> bool:
