@@ -154,11 +154,7 @@ def measure_local_costs(
                 end_s += time.perf_counter() - start_s
             del step
             gc.collect()  # frees the tables
-    slowdown = 1.0
-    if device.type == "cpu":
-        slowest = torch.tensor(pace.slowdown(dist.get_world_size()), dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # hosts may differ in cores
-        slowdown = float(slowest)
+    slowdown = pace.slowdown(dist.get_world_size()) if device.type == "cpu" else 1.0
     costs = {}
     for is_hot_cold, results in measured.items():
         works, times = zip(*results)

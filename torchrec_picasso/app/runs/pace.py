@@ -34,7 +34,6 @@ class Pace:
         cpu: Callable[[], float] = time.thread_time,
     ) -> None:
         self._wall, self._cpu = wall, cpu
-        self._load = os.getloadavg()[0]  # before this measurement
         self._numbers = torch.rand(1 << 16)
         self.ratios: list[float] = []
         """Of the slowest rank, by window."""
@@ -42,9 +41,7 @@ class Pace:
     def sample(self) -> None:
         """Measures a window. Collective."""
         dist.barrier()
-        ratio = torch.tensor(self.own_ratio(), dtype=torch.float64)
-        dist.all_reduce(ratio, dist.ReduceOp.MAX)
-        self.ratios.append(float(ratio))
+        self.ratios.append(_most(self.own_ratio()))
 
     def own_ratio(self) -> float:
         """The ratio of this rank in one window."""
@@ -54,43 +51,39 @@ class Pace:
         return (self._wall() - wall_s) / (self._cpu() - cpu_s)
 
     def slowdown(self, num_ranks: int) -> float:
-        """Slowdown of ranks by sharing cores: the smallest ratio, at most the ranks per core.
+        """Slowdown of ranks by sharing cores: the smallest ratio, at most the ranks per core of the
+        host that has fewest. Collective.
 
         Args:
-            num_ranks: Ranks that may run on the cores of this one.
+            num_ranks: Most ranks that share the cores of a host.
         """
-        return max(1.0, min([num_ranks / num_cores(), *self.ratios]))
+        return max(1.0, min([_most(num_ranks / num_cores()), *self.ratios]))
 
     def warning(self, num_ranks: int) -> str | None:
-        """Signs that other programs ran, and what to do; ``None`` without signs.
+        """A sign that other programs ran, and what to do; ``None`` without one. Collective.
 
         Args:
-            num_ranks: Ranks on this host.
+            num_ranks: Most ranks on a host.
         """
-        signs, cores = [], num_cores()
-        if round(self._load) and round(self._load) + num_ranks > cores:
-            signs.append(
-                f"the load average was {self._load:.1f} before {num_ranks} ranks started on "
-                f"{cores} cores"
-            )
-        if self.ratios and fmean(self.ratios) > _UNEVEN * self.slowdown(num_ranks):
-            signs.append(
-                f"a busy loop took {min(self.ratios):.1f} to {max(self.ratios):.1f} times its CPU "
-                "time"
-            )
-        if not signs:
+        if fmean(self.ratios) <= _UNEVEN * self.slowdown(num_ranks):
             return None
         return (
-            f"other programs used the cores: {' and '.join(signs)}; the curves may be too slow: "
-            "stop them and calibrate again"
+            f"other programs used the cores: a busy loop took {min(self.ratios):.1f} to "
+            f"{max(self.ratios):.1f} times its CPU time; the curves may be too slow: stop them and "
+            "calibrate again"
         )
 
 
 def times_fitting(left_s: float, once_s: float) -> float:
     """How often something fits into the time left, on the rank where it fits least. Collective."""
-    fitting = torch.tensor(max(0.0, left_s) / once_s, dtype=torch.float64)
-    dist.all_reduce(fitting, dist.ReduceOp.MIN)
-    return float(fitting)
+    return -_most(-max(0.0, left_s) / once_s)
+
+
+def _most(number: float) -> float:
+    """The largest number of a rank. Collective."""
+    most = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return float(most)
 
 
 def num_cores() -> int:
