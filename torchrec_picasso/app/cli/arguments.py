@@ -232,8 +232,8 @@ def _calibrate(subcommands: Subcommands) -> None:
         "--budget",
         "S",
         more_than_zero(" seconds"),
-        "seconds for the network in all; a slow one gets fewer sizes (default: 6)",
-        6.0,
+        "seconds for the network in all; a slow one gets fewer sizes (default: 4)",
+        4.0,
     )
     command.parser.add_argument(
         "--no-local", action="store_true", help="leave local costs at their assumed values"

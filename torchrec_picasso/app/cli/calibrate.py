@@ -15,7 +15,7 @@ from torchrec_picasso.app.launch.environment import describe_environment
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.runs.dense_probe import measure_dense
-from torchrec_picasso.app.runs.local_probe import NUM_PROBES, measure_local_costs
+from torchrec_picasso.app.runs.local_probe import NUM_CALLS, measure_local_costs
 from torchrec_picasso.app.runs.pace import Pace
 from torchrec_picasso.app.runs.step_probe import StepProbe
 from torchrec_picasso.cost import CommCurves
@@ -59,7 +59,7 @@ def calibrate_on_rank(
     max_bytes: int,
     seconds_per_point: float,
     with_local: bool,
-    budget_s: float = 6.0,
+    budget_s: float = 4.0,
     config: TrainConfig | None = None,
 ) -> CommCurves:
     """Measures curves and local costs. Collective: the main function of every rank.
@@ -81,7 +81,7 @@ def calibrate_on_rank(
         device = torch.device("cuda", torch.cuda.current_device())
     pace = Pace()
     points = num_points(world_size, max_bytes)
-    points += (NUM_PROBES + 1) * with_local + (config is not None)
+    points += (NUM_CALLS + 1) * with_local + (config is not None)
     progress = Progress("calibrate", points, shown=rank == 0)
 
     def advance(point: str) -> None:
@@ -103,7 +103,7 @@ def calibrate_on_rank(
         curves = dataclasses.replace(curves, measured_on={"gpu": gpu})
     if with_local:
         advance("local work and whole steps")
-        steps = StepProbe(device, NUM_PROBES)
+        steps = StepProbe(device, NUM_CALLS)
 
         def between() -> None:
             progress.advance()

@@ -9,9 +9,8 @@ vary tables, batch size, columns, repetition, ids per bag and pooling, so that e
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import median
@@ -29,8 +28,10 @@ from torchrec_picasso.cost.stock import StockTotals
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.placement import FORMS, Form
 
-_BUDGET_S = 11.0
-_WARMUP_STEPS, _FEWEST_STEPS, _MOST_STEPS = 2, 3, 5
+_BUDGET_S = 14.0
+_WARMUP_STEPS, _PASSES = 2, 4
+"""Steps of a probe before and within the passes over all probes: memory on a shared machine is up
+to four times as slow for seconds, which shall disturb no probe alone."""
 _FEW, _GROWTH = 1 / 16, 4
 """Share of its samples that a probe begins with, and keeps on a slow core or network; where time
 allows, it grows by this factor."""
@@ -100,9 +101,9 @@ PROBES = (
     _Probe(tables=26, batch_size=2048, dim=128, rows_per_lookup=1 / 8),
     _Probe(tables=26, batch_size=1024, dim=128, rows_per_lookup=1, ids=5),
 )
-"""Those with the same tables follow each other, as sharding takes longer than many a probe's steps;
-the last ones, if time runs short, are large enough with fewer samples, too."""
-NUM_PROBES = sum(len(probe.forms) for probe in PROBES)
+"""Those with the same tables follow each other and share a sharded module; the last ones, if time
+runs short, are large enough with fewer samples, too."""
+NUM_CALLS = _PASSES * sum(len(probe.forms) for probe in PROBES)
 """How often :func:`measure_local_costs` calls ``between``."""
 
 
@@ -118,11 +119,10 @@ def measure_local_costs(
 
     Args:
         device: Device of the tables; CPU if ``None``.
-        between: Called after each probe of each side, on every rank.
-        pace: Takes a window before each probe; ``None`` = one of its own.
+        between: Called after each timed step of a probe, on every rank.
+        pace: Takes a window before each pass; ``None`` = one of its own.
         budget_s: Duration of all probes, seconds, without ``between``. A probe takes an equal share
-            of what is left: with fewer samples, then in fewer steps; three steps of a sixteenth at
-            least.
+            of what is left, with fewer samples if need be: a sixteenth at least.
 
     Raises:
         PicassoError: If a phase took no time by the timer.
@@ -135,28 +135,26 @@ def measure_local_costs(
     else:
         groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         pg, clock = groups[dist.get_rank()], time.perf_counter
-    measured: dict[bool, list[tuple[Sequence[LocalWork], list[float]]]] = {True: [], False: []}
-    """By whether tables are hot/cold."""
-    end_s, num_left = time.perf_counter() + budget_s, NUM_PROBES
-    for _, same_tables in groupby(PROBES, lambda probe: probe.module_key):
-        probes = list(same_tables)
-        for form in probes[0].forms:
-            step = _exchange_step(form, probes, pg, device, clock)
-            for probe in probes:
-                pace.sample()
-                share_s = (end_s - time.perf_counter()) / num_left
-                part, phases_ms = _measure(step, probe, device, share_s)
-                works = _works(part, pg.size(), form)
-                measured[form is not None].append((works, phases_ms))
-                num_left -= 1
-                start_s = time.perf_counter()
-                between()
-                end_s += time.perf_counter() - start_s
-            del step
-            gc.collect()  # frees the tables
+    end_s = time.perf_counter() + budget_s
+    timed = [_Timed(step, probe, form, device) for step, probe, form in _steps(pg, device, clock)]
+    reserved_s = 0.0
+    for place, own in enumerate(timed):
+        left_s = end_s - time.perf_counter() - reserved_s
+        own.grow(left_s / (len(timed) - place))
+        reserved_s += _PASSES * own.step_s
+    for _ in range(_PASSES):
+        pace.sample()
+        for own in timed:
+            own.take()
+            between()
     slowdown = pace.slowdown(dist.get_world_size()) if device.type == "cpu" else 1.0
     costs = {}
-    for is_hot_cold, results in measured.items():
+    for is_hot_cold in (True, False):
+        results = [
+            (own.works(pg.size()), own.phases_ms())
+            for own in timed
+            if bool(own.form) == is_hot_cold
+        ]
         works, times = zip(*results)
         input_dist, forward, backward = (
             PhaseCost.fit(phase_works, [slowdown * ms for ms in phase_ms])
@@ -164,6 +162,18 @@ def measure_local_costs(
         )
         costs[is_hot_cold] = SideCosts(input_dist=input_dist, forward=forward, backward=backward)
     return LocalCosts(hot_cold=costs[True], stock=costs[False], measured=True)
+
+
+def _steps(
+    pg: dist.ProcessGroup, device: torch.device, clock: Callable[[], float]
+) -> Iterator[tuple[ExchangeStep, _Probe, Form | None]]:
+    """Shards the tables of all probes. Collective."""
+    for _, same_tables in groupby(PROBES, lambda probe: probe.module_key):
+        probes = list(same_tables)
+        for form in probes[0].forms:
+            step = _exchange_step(form, probes, pg, device, clock)
+            for probe in probes:
+                yield step, probe, form
 
 
 def _exchange_step(
@@ -185,40 +195,66 @@ def _exchange_step(
     return ExchangeStep(collection, placement, pg, device, clock)
 
 
-def _measure(
-    step: ExchangeStep, probe: _Probe, device: torch.device, budget_s: float
-) -> tuple[_Probe, list[float]]:
-    """Times the part of a probe that fits into some seconds. Collective.
+class _Timed:
+    """A probe and the times of its steps. Methods are collective.
 
-    Returns that part, and ms by phase: the median over steps of the slowest rank.
+    Args:
+        step: Its sharded tables.
+        probe: Its tables and ids.
+        form: Form of its tables; ``None`` = stock.
+        device: Device of its batches.
     """
-    end_s = time.perf_counter() + budget_s
-    generator = torch.Generator().manual_seed(dist.get_rank())
 
-    def take(part: _Probe) -> tuple[float, list[float]]:
-        """Seconds of a step, waits included, and its ms by phase."""
+    def __init__(
+        self, step: ExchangeStep, probe: _Probe, form: Form | None, device: torch.device
+    ) -> None:
+        self.part, self.form = probe, form
+        self.step_s = 0.0
+        """Of its last step, waits included."""
+        self._step, self._device = step, device
+        self._generator = torch.Generator().manual_seed(dist.get_rank())
+        self._times_ms: list[list[float]] = []
+        """Of this rank, by step and phase."""
+
+    def grow(self, budget_s: float) -> None:
+        """Warms up, with as many samples as let all passes fit into some seconds."""
+        probe, share = self.part, _FEW
+        end_s = time.perf_counter() + budget_s
+
+        def warm_up() -> None:
+            self.part = probe.part(share)
+            self.take()
+
+        def fits(step_s: float) -> bool:
+            return times_fitting(end_s - time.perf_counter(), step_s) > _PASSES + 1
+
+        for _ in range(_WARMUP_STEPS):
+            warm_up()
+        while share < 1 and fits(_GROWTH * self.step_s):
+            share *= _GROWTH
+            warm_up()
+        self._times_ms.clear()
+
+    def take(self) -> None:
+        """Takes a step."""
+        part = self.part
         shape = part.tables, part.batch_size, part.ids
-        ids_TBL = torch.randint(part.used_rows, shape, generator=generator)
+        ids_TBL = torch.randint(part.used_rows, shape, generator=self._generator)
         ids_TBL *= part.table_rows // part.used_rows  # scatter the rows in use over the table
         dist.barrier()
         start_s = time.perf_counter()
-        phases_ms = step.run(make_batch(ids_TBL).to(device))
-        return time.perf_counter() - start_s, phases_ms
+        self._times_ms.append(self._step.run(make_batch(ids_TBL).to(self._device)))
+        self.step_s = time.perf_counter() - start_s
 
-    def fitting(step_s: float) -> float:
-        return times_fitting(end_s - time.perf_counter(), step_s)
+    def phases_ms(self) -> list[float]:
+        """Ms by phase: the median over steps of the slowest rank."""
+        slowest = torch.tensor(self._times_ms, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return [median(times_ms) for times_ms in slowest.T.tolist()]
 
-    share = _FEW
-    for _ in range(_WARMUP_STEPS):
-        step_s, _ = take(probe.part(share))
-    while share < 1 and fitting(_GROWTH * step_s) > _FEWEST_STEPS + 1:  # one warms up
-        share *= _GROWTH
-        step_s, _ = take(probe.part(share))
-    num_timed = int(min(_MOST_STEPS, max(_FEWEST_STEPS, fitting(step_s))))
-    part = probe.part(share)
-    slowest = torch.tensor([take(part)[1] for _ in range(num_timed)], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return part, [median(times_ms) for times_ms in slowest.T.tolist()]
+    def works(self, num_ranks: int) -> Sequence[LocalWork]:
+        """Work of the busiest rank in each phase of a step."""
+        return _works(self.part, num_ranks, self.form)
 
 
 def _works(probe: _Probe, num_ranks: int, form: Form | None) -> Sequence[LocalWork]:
