@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -92,15 +92,18 @@ def _probe_in(rank: int, world_size: int, shares_s: list[tuple[float, float]]) -
             return run(step, batch)
 
         local_probe.ExchangeStep.run = counted  # type: ignore
-        part, _ = local_probe._measure(step, probe, device, share_s[rank])
-        found.append((part.batch_size, len(batches)))
+        timed = local_probe._Timed(step, probe, "rows", device)
+        timed.grow(share_s[rank])
+        found.append((timed.part.batch_size, len(batches)))
+        timed.take()
+        assert min(timed.phases_ms()) > 0
     return found
 
 
-def test_a_probe_without_time_takes_few_steps_of_few_samples_on_all_ranks() -> None:
+def test_a_probe_without_time_keeps_few_samples_on_all_ranks() -> None:
     shares_s = [(math.inf, math.inf), (0.0, math.inf), (math.inf, 0.0)]
     by_rank = run_ranks(_probe_in, 2, shares_s, timeout_s=120)
-    assert by_rank[0] == by_rank[1] == [(256, 2 + 2 + 5), (16, 2 + 3), (16, 2 + 3)]
+    assert by_rank[0] == by_rank[1] == [(256, 2 + 2), (16, 2), (16, 2)]
 
 
 class _FakeStep:
@@ -125,14 +128,20 @@ def _fake_probe_in(rank: int, world_size: int, own_share_s: float) -> Any:
     share_s = own_share_s if rank else math.inf
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_probe, "time", SimpleNamespace(perf_counter=lambda: step.now_s))
-        _, ms = local_probe._measure(step, probe, torch.device("cpu"), share_s)
+        timed = local_probe._Timed(step, probe, "rows", torch.device("cpu"))
+        timed.grow(share_s)
+        for _ in range(3):
+            timed.take()
+    assert timed.step_s == 4.0
+    assert timed.works(2) == local_probe._works(probe.part(1 / 4), 2, "rows")
     sizes = [batch.stride() for batch in step.batches]
-    return ms, sizes, step.batches[-1].values()
+    return timed.phases_ms(), sizes, step.batches[-1].values()
 
 
 def test_a_probe_grows_where_steps_of_the_next_size_fit_and_takes_the_slowest_rank() -> None:
+    # two seconds of warming up, and more than five steps of four each
     (ms, sizes, ids), (other_ms, other_sizes, other_ids) = run_ranks(
-        _fake_probe_in, 2, 18.5, timeout_s=120
+        _fake_probe_in, 2, 22.5, timeout_s=120
     )
     assert ms == other_ms == [8.0, 16.0, 24.0]  # the median of 9, 8 and 5
     assert sizes == other_sizes == [16, 16, *[64] * 4]
@@ -199,34 +208,48 @@ class _CrowdedPace(Pace):
         return 3.0 + 2.0 * dist.get_rank()
 
 
-def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], list[float], int]:
-    """Costs that are fitted to times of known costs, shares of the time, windows, and calls, which
-    take a hundred seconds each."""
-    shares_s, called, pace = [], [], _CrowdedPace()
-    clock = SimpleNamespace(perf_counter=lambda: 100.0 * len(called), thread_time=None)
+class _KnownTimes(local_probe._Timed):
+    """A probe whose times are those of known costs, a second a step; stock's are twice ours."""
 
-    def measured(
-        form: Form | None, probe: Any, device: Any, share_s: float
-    ) -> tuple[Any, list[float]]:
-        shares_s.append(share_s)
-        works = local_probe._works(probe, 2, form)
-        costs = _costs(1.0 if form else 2.0)
-        return probe, [getattr(costs, phase).ms(work) for phase, work in zip(PHASES, works)]
+    clock = SimpleNamespace(now_s=0.0)
+    shares_s: ClassVar[list[float]] = []
+    order: ClassVar[list[tuple[Any, Form | None]]] = []
+
+    def grow(self, budget_s: float) -> None:
+        self.shares_s.append(budget_s)
+        self.clock.now_s += 3.0
+        self.step_s = 1.0
+
+    def take(self) -> None:
+        self.order.append((self.part, self.form))
+        self.clock.now_s += 1.0
+
+    def phases_ms(self) -> list[float]:
+        costs = _costs(1.0 if self.form else 2.0)
+        return [getattr(costs, phase).ms(work) for phase, work in zip(PHASES, self.works(2))]
+
+
+def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], list[float], Any]:
+    """Costs that are fitted to times of known costs, shares of the time, windows, and steps."""
+    pace, clock, called = _CrowdedPace(), _KnownTimes.clock, []
+
+    def between() -> None:
+        called.append(_KnownTimes.order[-1])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_probe, "time", clock)
+        now = SimpleNamespace(perf_counter=lambda: clock.now_s, thread_time=None)
+        patch.setattr(local_probe, "time", now)
         patch.setattr(local_probe, "_exchange_step", lambda form, *_: form)
-        patch.setattr(local_probe, "_measure", measured)
+        patch.setattr(local_probe, "_Timed", _KnownTimes)
         patch.setattr("torchrec_picasso.app.runs.pace.num_cores", lambda: 2 - rank)
-        local = local_probe.measure_local_costs(
-            between=lambda: called.append(True), pace=pace, budget_s=2800.0
-        )
-    return local, shares_s, pace.ratios, len(called)
+        local = local_probe.measure_local_costs(between=between, pace=pace, budget_s=1000.0)
+    assert called == _KnownTimes.order
+    return local, _KnownTimes.shares_s, pace.ratios, called
 
 
 def test_costs_of_both_sides_are_those_of_the_slowest_host() -> None:
     first, second = run_ranks(_measured_in, 2, timeout_s=120)
-    local, shares_s, ratios, num_calls = first
+    local, shares_s, ratios, steps = first
     assert second[0] == local
     assert local.measured
     for side, factor in ((local.hot_cold, 1.0), (local.stock, 2.0)):
@@ -235,12 +258,20 @@ def test_costs_of_both_sides_are_those_of_the_slowest_host() -> None:
             assert dataclasses.asdict(found) == pytest.approx(
                 dataclasses.asdict(expected), rel=1e-6, abs=1e-6
             )
-    num_pooled = sum(not probe.is_sequence for probe in local_probe.PROBES)
-    num_probes = 2 * len(local_probe.PROBES) + num_pooled  # and their bags
-    assert num_calls == num_probes == local_probe.NUM_PROBES
-    assert ratios == [5.0] * num_probes  # the larger of 3 and 5
-    # equal shares of what is left, and only calls take time
-    assert shares_s == pytest.approx([2800.0 / left for left in range(num_probes, 0, -1)])
+    num_passes = local_probe._PASSES
+    assert ratios == [5.0] * num_passes  # the larger of 3 and 5
+    # every probe once in each pass, always in the same order
+    num_probes = len(steps) // num_passes
+    assert len(steps) == local_probe.NUM_CALLS
+    assert steps == steps[:num_probes] * num_passes
+    assert len(set(steps[:num_probes])) == num_probes
+    # equal shares of what is left, less the steps of the passes
+    assert shares_s == pytest.approx(
+        [
+            (1000.0 - (3.0 + num_passes) * place) / (num_probes - place)
+            for place in range(num_probes)
+        ]
+    )
 
 
 def _step_costs_in(rank: int, world_size: int) -> tuple[list[tuple[float, float]], list[str]]:
