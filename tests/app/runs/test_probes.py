@@ -152,6 +152,28 @@ def test_a_probe_grows_where_steps_of_the_next_size_fit_and_takes_the_slowest_ra
     assert ids.max() > table_rows / 2
 
 
+def _sizes_in(rank: int, world_size: int, budgets_s: list[float]) -> list[int]:
+    """Samples that a probe grows to within some seconds, by the clock of a fake step."""
+    probe = local_probe._Probe(tables=4, batch_size=256, dim=16, rows_per_lookup=1)
+    found = []
+    for budget_s in budgets_s:
+        step: Any = _FakeStep([1.0] * 4)
+        with pytest.MonkeyPatch.context() as patch:
+            clock = SimpleNamespace(perf_counter=lambda: step.now_s)  # noqa: B023
+            patch.setattr(local_probe, "time", clock)
+            timed = local_probe._Timed(step, probe, "rows", torch.device("cpu"))
+            timed.grow(budget_s)
+        found.append(timed.part.batch_size)
+    return found
+
+
+def test_a_probe_grows_only_where_more_than_five_larger_steps_fit() -> None:
+    # two seconds, then four for the first larger step: 5 of 4 seconds, and 5 of 16
+    budgets_s = [2.0 + 20.0, 22.1, 2.0 + 4.0 + 80.0, 86.1]
+    (sizes,) = run_ranks(_sizes_in, 1, budgets_s, timeout_s=120)
+    assert sizes == [16, 64, 64, 256]
+
+
 def test_probes_with_the_same_tables_share_a_sharded_module() -> None:
     groups = [
         key for key, _ in itertools.groupby(local_probe.PROBES, lambda probe: probe.module_key)
@@ -233,13 +255,18 @@ def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], l
     """Costs that are fitted to times of known costs, shares of the time, windows, and steps."""
     pace, clock, called = _CrowdedPace(), _KnownTimes.clock, []
 
+    def sharded(form: Form | None, *others: Any) -> Form | None:
+        clock.now_s += 10.0
+        assert others[-1] == "CPU time"
+        return form
+
     def between() -> None:
         called.append(_KnownTimes.order[-1])
 
     with pytest.MonkeyPatch.context() as patch:
-        now = SimpleNamespace(perf_counter=lambda: clock.now_s, thread_time=None)
+        now = SimpleNamespace(perf_counter=lambda: clock.now_s, thread_time="CPU time")
         patch.setattr(local_probe, "time", now)
-        patch.setattr(local_probe, "_exchange_step", lambda form, *_: form)
+        patch.setattr(local_probe, "_exchange_step", sharded)
         patch.setattr(local_probe, "_Timed", _KnownTimes)
         patch.setattr("torchrec_picasso.app.runs.pace.num_cores", lambda: 2 - rank)
         local = local_probe.measure_local_costs(between=between, pace=pace, budget_s=1000.0)
@@ -265,10 +292,12 @@ def test_costs_of_both_sides_are_those_of_the_slowest_host() -> None:
     assert len(steps) == local_probe.NUM_CALLS
     assert steps == steps[:num_probes] * num_passes
     assert len(set(steps[:num_probes])) == num_probes
-    # equal shares of what is left, less the steps of the passes
+    # equal shares of what sharding left, less the steps of the passes
+    modules = {(probe.module_key, form) for probe, form in steps}
+    left_s = 1000.0 - 10.0 * len(modules)
     assert shares_s == pytest.approx(
         [
-            (1000.0 - (3.0 + num_passes) * place) / (num_probes - place)
+            (left_s - (3.0 + num_passes) * place) / (num_probes - place)
             for place in range(num_probes)
         ]
     )
@@ -364,6 +393,9 @@ def _clocks(slowdown: float) -> tuple[Callable[[], float], Callable[[], float]]:
         ((1.0, 1.0), 2, None),
         ((2.0, 2.0), 2, "took 2.0 to 2.0 times"),
         ((1.0, 3.0), 2, "took 1.0 to 3.0 times"),
+        ((1.0, 1.0, 1.25), 2, None),  # in the mean less than a tenth
+        ((1.0, 1.0, 1.5), 2, "took 1.0 to 1.5 times"),
+        ((1.5, 1.5), 8, "took 1.5 to 1.5 times"),
         ((1.0, 1.0), 1, None),
         ((2.0, 2.0), 1, None),  # two ranks on one core slow each other down
         ((2.0, 4.0), 1, "took 2.0 to 4.0 times"),
@@ -379,7 +411,7 @@ def test_other_programs_are_told(
     warning = pace.warning(num_ranks=2)
     assert (warning is None) == (sign is None)
     assert warning is None or (sign in warning and "calibrate again" in warning)
-    assert pace.slowdown(2) == min(2 / cores, *pace.ratios)
+    assert pace.slowdown(2) == max(1.0, min(2 / cores, *pace.ratios))
 
 
 def _warnings_of_unlike_hosts(rank: int, world_size: int) -> list[str | None]:
