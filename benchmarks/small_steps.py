@@ -5,8 +5,9 @@
 
 Each cell is a comparison of `benchmarks.fields`: stock's two variants under
 TrainPipelineSparseDist, ``ours``, the package's defaults, and ``all_rows``, every table hot/cold,
-take turns: the last shows whether the planner chose well. Of a stock variant once more the gain is
-noise. The axes of the map are
+take turns: the last shows whether the planner chose well. ``table_wise_again``, ``table_wise`` once
+more, shows noise: its gain would be 1 where ``table_wise`` is the best stock variant, and is less
+where ``planner`` is faster. The axes of the map are
 
 - samples per rank and step, and columns (of the widest table where tables are mixed);
 - model: Criteo's 26 tables, 40 mixed fields, and a DIN-like model of sequences;
@@ -79,7 +80,8 @@ class Cell:
         setting: Micro-batches of our pipeline, and whether without lookahead.
         predicted: Predicted over measured step, minus 1, of the best stock variant, of ours and of
             ``all_rows``.
-        again_gain: Gain of a stock variant once more, median; ``None`` in older files.
+        again_gain: Gain of ``table_wise_again`` over the best stock variant, median; ``None`` in
+            older files.
     """
 
     model: str

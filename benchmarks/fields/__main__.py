@@ -28,7 +28,7 @@ alternating order, so whatever else the machine does hits all of them:
   TorchRec's own; each under TrainPipelineSparseDist.
 - row_wise, column_wise: every table in a part per rank. table_wise_loop, row_wise_loop,
   column_wise_loop: the same under TrainPipelineBase.
-- table_wise_again: table_wise once more, which is not compared with: its gain is noise.
+- table_wise_again: table_wise once more, which shows noise; nothing is compared with it.
 - table_wise_ours: the plan of table_wise under InterleavedTrainPipeline, which then has nothing to
   interleave.
 - ours: what a user gets by default. Curves are measured on these links, hot rows are chosen from

@@ -28,7 +28,7 @@ class Standing:
         peak_bytes: Most memory that it took on a rank; ``None`` where the system does not tell.
         max_loss_difference: Largest relative one to the stock variant that trains this model.
         trains_same_model: ``False`` where row-wise Adagrad is cut by columns.
-        is_stock: Whether others are compared with it.
+        is_stock: Whether others are compared with it, as :attr:`.Variant.is_stock`.
         tables: Number of tables by sharding type.
         hot_rows: Replicated rows.
         is_interleaved: Whether its pipeline is the interleaved one.

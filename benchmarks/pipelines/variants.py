@@ -47,7 +47,8 @@ class Variant:
         num_workers: Workers of its DataLoader; ``None`` = its batches are made before.
         prepares: Whether the DataLoader reads their ids.
         form: Form of its row-exchanged tables; ``None`` = the planner's.
-        is_again: Whether it is a stock variant once more, whose gain is noise.
+        is_again: Whether it is a stock variant once more, to show noise; nothing is compared with
+            it.
     """
 
     name: str
@@ -64,7 +65,8 @@ class Variant:
 
     @property
     def is_stock(self) -> bool:
-        """Whether others are compared with it: nothing of this package is in it."""
+        """Whether others are compared with it: nothing of this package is in it, and it is not
+        there once more."""
         is_ours = self.placement == "hot_cold" or self.pipeline == "interleaved"
         return not (is_ours or self.is_again)
 

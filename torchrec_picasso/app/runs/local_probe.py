@@ -115,14 +115,16 @@ def measure_local_costs(
 ) -> LocalCosts:
     """Fits the local costs of hot/cold and stock sharding; all ranks return those of the slowest.
 
-    Collective: every rank of the default process group calls this, in the same order.
+    Collective: every rank of the default process group calls this, in the same order. The tables of
+    all probes are in memory at once: about 2 GB, over all ranks on the CPU, else on each.
 
     Args:
         device: Device of the tables; CPU if ``None``.
         between: Called after each timed step of a probe, on every rank.
         pace: Takes a window before each pass; ``None`` = one of its own.
         budget_s: Duration of all probes, seconds, without ``between``. A probe takes an equal share
-            of what is left, with fewer samples if need be: a sixteenth at least.
+            of what sharding and earlier probes leave, with fewer samples if need be: a sixteenth at
+            least, whatever is left.
 
     Raises:
         PicassoError: If a phase took no time by the timer.
@@ -196,11 +198,11 @@ def _exchange_step(
 
 
 class _Timed:
-    """A probe and the times of its steps. Methods are collective.
+    """A probe and the times of its steps. All methods but :meth:`works` are collective.
 
     Args:
-        step: Its sharded tables.
-        probe: Its tables and ids.
+        step: The sharded tables.
+        probe: The tables and ids of its batches.
         form: Form of its tables; ``None`` = stock.
         device: Device of its batches.
     """

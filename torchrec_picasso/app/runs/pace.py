@@ -60,7 +60,8 @@ class Pace:
         return max(1.0, min([_most(num_ranks / num_cores()), *self.ratios]))
 
     def warning(self, num_ranks: int) -> str | None:
-        """A sign that other programs ran, and what to do; ``None`` without one. Collective.
+        """A sign that other programs ran, and what to do; ``None`` without one. Collective, after a
+        window at least.
 
         Args:
             num_ranks: Most ranks on a host.
