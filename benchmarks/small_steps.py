@@ -37,6 +37,7 @@ from benchmarks.cluster import ClusterError, usable_rate
 from benchmarks.command import at_least, command_parser
 from benchmarks.fields.__main__ import answer
 from benchmarks.fields.question import UNIFORM, Question
+from benchmarks.fields.variants import AGAIN
 from benchmarks.pipelines.report import write_report
 from torchrec_picasso import CommCurves
 from torchrec_picasso.app.cli.outputs import print_table, write_result
@@ -50,8 +51,7 @@ _MODELS: Mapping[str, tuple[str, str | None]] = {
     "sequences": ("sequences", "alimama_10k.parquet"),
 }
 """Model of `benchmarks.fields` and its file, by name."""
-_AGAIN = "table_wise_again"
-_VARIANTS = ("table_wise", "planner", "ours", "all_rows", _AGAIN)
+_VARIANTS = ("table_wise", "planner", "ours", "all_rows", AGAIN)
 _ROUNDS, _BLOCK_SAMPLES, _FEWEST_STEPS, _MOST_STEPS = 12, 8_192, 4, 32
 """A turn has as many steps as make this number of samples, within these bounds: short turns, and
 many, because the pace of a shared machine changes within seconds."""
@@ -201,7 +201,7 @@ def read_cell(path: Path) -> Cell:
         tables=len(document["tables"]),
         setting=f"K={ours['num_micro_batches']}{'' if ours['lookahead'] else ', no lookahead'}",
         predicted=(errors[stock], errors["ours"], errors["all_rows"]),
-        again_gain=median(found[_AGAIN]["ratio_by_round"]) if _AGAIN in found else None,
+        again_gain=median(found[AGAIN]["ratio_by_round"]) if AGAIN in found else None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.pipelines.variants import Variant
 from torchrec_picasso.errors import ConfigError
 
+AGAIN = "table_wise_again"
 VARIANTS = {
     variant.name: variant
     for variant in (
@@ -14,7 +15,7 @@ VARIANTS = {
             for loop, pipeline in (("", "sparse_dist"), ("_loop", "loop"))
             for kind in ("table_wise", "row_wise", "column_wise")
         ),
-        Variant(name="table_wise_again", placement="table_wise", is_again=True),
+        Variant(name=AGAIN, placement="table_wise", is_again=True),
         Variant(name="table_wise_ours", placement="table_wise", pipeline="interleaved"),
         Variant(name="ours", placement="hot_cold", pipeline="interleaved"),
         Variant(name="ours_plain", placement="hot_cold"),

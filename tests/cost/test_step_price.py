@@ -696,6 +696,13 @@ def test_each_further_pack_and_each_wave_has_its_price() -> None:
     in_waves = pricer.price([Exchange(totals=totals, num_packs=4)], num_bag_waves=4)
     # three rows and three gradients messages more, each with its latency
     assert in_waves.wire_ms == pytest.approx(four.wire_ms + 6 * 0.3)
+    # which the core works for, too, with gloo
+    assert in_waves.compute_ms == pytest.approx(four.compute_ms + 6 * 0.3)
+    on_gpu = StepPricer(
+        dataclasses.replace(pricer.curves, device="cuda"), 2, micro_batch_counts=[1]
+    )
+    there = on_gpu.price([Exchange(totals=totals, num_packs=4)], num_bag_waves=4)
+    assert there.compute_ms == pytest.approx(four.compute_ms)
 
 
 def test_stock_alone_hides_its_ids_only_and_in_backward() -> None:

@@ -41,6 +41,8 @@ pooling run once more, and every feature is split. On one core 26 features took 
 7 ms, 130 took 5 to 20 ms."""
 _LAYOUT_SHARE = 1 / 3
 """Share of the layout, which follows the exchange of ids, in the local work on ids."""
+_EXCHANGES_PER_WAVE = 2
+"""Of rows or bags, and of their gradients."""
 _MASK_BYTES = 1
 _FIRST_USE_EXPONENT = 0.8
 """The number of distinct rows grows about like this power of the samples."""
@@ -129,7 +131,8 @@ class StepPricer:
             price = simulate_step(setting, times, shares, flags, forwards_first=forwards_first)
             prices.append(price)
         best = min(prices, key=lambda price: (price.step_ms, price.num_micro_batches))
-        return _longer(best, costs.hot_cold.step_ms)
+        further_ms = (len(shares) - 1) * _EXCHANGES_PER_WAVE * self._exchange_work_ms(ways)
+        return _longer(best, costs.hot_cold.step_ms + further_ms)
 
     def sparse_dist(self, cost: StockCost) -> StepPrice:
         """Predicts a step under TorchRec's ``TrainPipelineSparseDist``. It sends the next batch's
@@ -206,6 +209,13 @@ class StepPricer:
         """Returns the messages of flags: by host if any rows travel so."""
         ways = max(ways_of, key=len)
         return self._joined({way.collective: way.sent["flags"] for way in ways}) or Message(0.0)
+
+    def _exchange_work_ms(self, ways: Sequence[Way]) -> float:
+        """Returns the work of a small exchange on the core: gloo's threads take all its time. That
+        of a step's first wave is in the measured cost of a step."""
+        if self.curves.device != "cpu":
+            return 0.0
+        return max(self.curves.ms(way.collective, 0, self.world_size) for way in ways)
 
     def _joined(self, sent: Mapping[str, float]) -> Message | None:
         """Returns the messages of several collectives, one after another, as one."""

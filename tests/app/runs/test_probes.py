@@ -147,7 +147,7 @@ def test_a_probe_grows_where_steps_of_the_next_size_fit_and_takes_the_slowest_ra
     assert sizes == other_sizes == [16, 16, *[64] * 4]
     assert not torch.equal(ids, other_ids)
     # 64 rows in use, over the whole table
-    table_rows = (64 << 20) // (4 * 16 * 4)
+    table_rows = local_probe._TABLES_BYTES // (4 * 16 * 4)
     assert set((ids % (table_rows // 64)).tolist()) == {0}
     assert ids.max() > table_rows / 2
 

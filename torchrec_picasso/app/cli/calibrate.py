@@ -27,7 +27,7 @@ QUICK = (1 << 20, 0.02, False, 2.0)
 bytes, seconds per size, no local costs, budget in seconds."""
 
 _TIMEOUT_S = 1800.0
-_WINDOWS = 4
+_WINDOWS = 8
 """Windows of a busy loop before the network; local probes take more."""
 
 

@@ -9,6 +9,7 @@ vary tables, batch size, columns, repetition, ids per bag and pooling, so that e
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,8 @@ to four times as slow for seconds, which shall disturb no probe alone."""
 _FEW, _GROWTH = 1 / 16, 4
 """Share of its samples that a probe begins with, and keeps on a slow core or network; where time
 allows, it grows by this factor."""
-_TABLES_BYTES = 1 << 26  # larger than caches and TLB
+_TABLES_BYTES = 1 << 25
+"""Of each module on all ranks: the modules of a pass together are larger than caches."""
 _ELEMENT_BYTES = 4
 
 
@@ -150,13 +152,14 @@ def measure_local_costs(
             own.take()
             between()
     slowdown = pace.slowdown(dist.get_world_size()) if device.type == "cpu" else 1.0
+    measured: dict[bool, list[tuple[Sequence[LocalWork], list[float]]]] = {True: [], False: []}
+    """By whether tables are hot/cold."""
+    for own in timed:
+        measured[own.form is not None].append((own.works(pg.size()), own.phases_ms()))
+    del timed, own
+    gc.collect()  # frees the tables
     costs = {}
-    for is_hot_cold in (True, False):
-        results = [
-            (own.works(pg.size()), own.phases_ms())
-            for own in timed
-            if bool(own.form) == is_hot_cold
-        ]
+    for is_hot_cold, results in measured.items():
         works, times = zip(*results)
         input_dist, forward, backward = (
             PhaseCost.fit(phase_works, [slowdown * ms for ms in phase_ms])
