@@ -1,12 +1,12 @@
 """The dense part alone, of pooled models and of models of sequences; probes of local work within
-a time; what calibration says on a machine that others use."""
+a time, and of whole steps between them."""
 
 import dataclasses
 import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -92,7 +92,7 @@ def _probe_in(rank: int, world_size: int, shares_s: list[tuple[float, float]]) -
             return run(step, batch)
 
         local_probe.ExchangeStep.run = counted  # type: ignore
-        timed = local_probe._Timed(step, probe, "rows", device)
+        timed = local_probe._TimedProbe(step, probe, "rows", device)
         timed.grow(share_s[rank])
         found.append((timed.part.batch_size, len(batches)))
         timed.take()
@@ -128,7 +128,7 @@ def _fake_probe_in(rank: int, world_size: int, own_share_s: float) -> Any:
     share_s = own_share_s if rank else math.inf
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_probe, "time", SimpleNamespace(perf_counter=lambda: step.now_s))
-        timed = local_probe._Timed(step, probe, "rows", torch.device("cpu"))
+        timed = local_probe._TimedProbe(step, probe, "rows", torch.device("cpu"))
         timed.grow(share_s)
         for _ in range(3):
             timed.take()
@@ -161,7 +161,7 @@ def _sizes_in(rank: int, world_size: int, budgets_s: list[float]) -> list[int]:
         with pytest.MonkeyPatch.context() as patch:
             clock = SimpleNamespace(perf_counter=lambda: step.now_s)  # noqa: B023
             patch.setattr(local_probe, "time", clock)
-            timed = local_probe._Timed(step, probe, "rows", torch.device("cpu"))
+            timed = local_probe._TimedProbe(step, probe, "rows", torch.device("cpu"))
             timed.grow(budget_s)
         found.append(timed.part.batch_size)
     return found
@@ -230,7 +230,7 @@ class _CrowdedPace(Pace):
         return 3.0 + 2.0 * dist.get_rank()
 
 
-class _KnownTimes(local_probe._Timed):
+class _KnownTimes(local_probe._TimedProbe):
     """A probe whose times are those of known costs, a second a step; stock's are twice ours."""
 
     clock = SimpleNamespace(now_s=0.0)
@@ -267,7 +267,7 @@ def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], l
         now = SimpleNamespace(perf_counter=lambda: clock.now_s, thread_time="CPU time")
         patch.setattr(local_probe, "time", now)
         patch.setattr(local_probe, "_exchange_step", sharded)
-        patch.setattr(local_probe, "_Timed", _KnownTimes)
+        patch.setattr(local_probe, "_TimedProbe", _KnownTimes)
         patch.setattr("torchrec_picasso.app.runs.pace.num_cores", lambda: 2 - rank)
         local = local_probe.measure_local_costs(between=between, pace=pace, budget_s=1000.0)
     assert called == _KnownTimes.order
@@ -374,60 +374,3 @@ def test_turns_of_slow_steps_are_few_and_spread_over_all_calls() -> None:
         assert times_s == pytest.approx(expected_s)
     assert by_rank[1][1]["stock"] == pytest.approx([100, 300, 150])
     assert by_rank[1][1]["rows"] == pytest.approx([200, 600, 300])
-
-
-def _clocks(slowdown: float) -> tuple[Callable[[], float], Callable[[], float]]:
-    """A wall clock that runs faster than the CPU clock."""
-    times_s = [0.0]
-
-    def cpu() -> float:
-        times_s.append(times_s[-1] + 0.01)
-        return times_s[-1]
-
-    return lambda: slowdown * times_s[-1], cpu
-
-
-@pytest.mark.parametrize(
-    ("slowdowns", "cores", "sign"),
-    [
-        ((1.0, 1.0), 2, None),
-        ((2.0, 2.0), 2, "took 2.0 to 2.0 times"),
-        ((1.0, 3.0), 2, "took 1.0 to 3.0 times"),
-        ((1.0, 1.0, 1.25), 2, None),  # in the mean less than a tenth
-        ((1.0, 1.0, 1.5), 2, "took 1.0 to 1.5 times"),
-        ((1.5, 1.5), 8, "took 1.5 to 1.5 times"),
-        ((1.0, 1.0), 1, None),
-        ((2.0, 2.0), 1, None),  # two ranks on one core slow each other down
-        ((2.0, 4.0), 1, "took 2.0 to 4.0 times"),
-    ],
-)
-def test_other_programs_are_told(
-    slowdowns: tuple[float, ...], cores: int, sign: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torchrec_picasso.app.runs.pace.num_cores", lambda: cores)
-    monkeypatch.setattr("torchrec_picasso.app.runs.pace._most", lambda number: number)
-    pace = Pace()
-    pace.ratios = [Pace(*_clocks(slowdown)).own_ratio() for slowdown in slowdowns]
-    warning = pace.warning(num_ranks=2)
-    assert (warning is None) == (sign is None)
-    assert warning is None or (sign in warning and "calibrate again" in warning)
-    assert pace.slowdown(2) == max(1.0, min(2 / cores, *pace.ratios))
-
-
-def _warnings_of_unlike_hosts(rank: int, world_size: int) -> list[str | None]:
-    """Rank 0 has cores to spare, rank 1 half a core; once alone, once beside other programs."""
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrec_picasso.app.runs.pace.num_cores", lambda: 8 if rank == 0 else 1)
-        for slowdown in (2.0, 4.0):
-            pace = Pace(*_clocks(slowdown if rank else 1.0))
-            pace.sample()
-            found.append(pace.warning(2))
-    return found
-
-
-def test_a_host_of_few_cores_is_no_other_program() -> None:
-    by_rank = run_ranks(_warnings_of_unlike_hosts, 2, timeout_s=100)
-    for alone, beside in by_rank:
-        assert alone is None
-        assert "took 4.0 to 4.0 times" in beside

@@ -118,7 +118,7 @@ def measure_local_costs(
     """Fits the local costs of hot/cold and stock sharding; all ranks return those of the slowest.
 
     Collective: every rank of the default process group calls this, in the same order. The tables of
-    all probes are in memory at once: about 2 GB, over all ranks on the CPU, else on each.
+    all probes are in memory at once: with batches about 1 GB a rank.
 
     Args:
         device: Device of the tables; CPU if ``None``.
@@ -140,7 +140,7 @@ def measure_local_costs(
         groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         pg, clock = groups[dist.get_rank()], time.perf_counter
     end_s = time.perf_counter() + budget_s
-    timed = [_Timed(step, probe, form, device) for step, probe, form in _steps(pg, device, clock)]
+    timed = list(_sharded(pg, device, clock))
     reserved_s = 0.0
     for place, own in enumerate(timed):
         left_s = end_s - time.perf_counter() - reserved_s
@@ -169,16 +169,16 @@ def measure_local_costs(
     return LocalCosts(hot_cold=costs[True], stock=costs[False], measured=True)
 
 
-def _steps(
+def _sharded(
     pg: dist.ProcessGroup, device: torch.device, clock: Callable[[], float]
-) -> Iterator[tuple[ExchangeStep, _Probe, Form | None]]:
+) -> Iterator[_TimedProbe]:
     """Shards the tables of all probes. Collective."""
     for _, same_tables in groupby(PROBES, lambda probe: probe.module_key):
         probes = list(same_tables)
         for form in probes[0].forms:
             step = _exchange_step(form, probes, pg, device, clock)
             for probe in probes:
-                yield step, probe, form
+                yield _TimedProbe(step, probe, form, device)
 
 
 def _exchange_step(
@@ -200,7 +200,7 @@ def _exchange_step(
     return ExchangeStep(collection, placement, pg, device, clock)
 
 
-class _Timed:
+class _TimedProbe:
     """A probe and the times of its steps. All methods but :meth:`works` are collective.
 
     Args:
