@@ -26,6 +26,7 @@ from benchmarks.cluster import EmulatedCluster
 from benchmarks.cluster.awake import cores_awake
 from benchmarks.cluster.emulated import host_address
 from benchmarks.command import at_least, can_write, command_parser
+from benchmarks.turns import in_turns
 from torchrec_picasso.app.cli.calibrate import calibrate_on_rank
 from torchrec_picasso.app.cli.launcher import join_torchrun
 from torchrec_picasso.app.cli.order import measure_on_rank, print_ring
@@ -140,11 +141,10 @@ def main() -> int:
     runs: dict[str, list[dict[str, Any]]] = {"given": [], "chosen": []}
     with tempfile.TemporaryDirectory() as folder, cores_awake(), hosts as cluster:
         config, ring, order = prepare(cluster, args.data, args.batch_size, Path(folder))
-        for turn in range(args.rounds):
-            for name in ("given", "chosen")[:: -1 if turn % 2 else 1]:
-                file = order if name == "chosen" else None
-                runs[name].append(run_of(cluster, config, file, args.steps))
-                print(name, {k: v for k, v in runs[name][-1].items() if k != "losses"}, flush=True)
+        for _, name in in_turns(("given", "chosen"), args.rounds):
+            file = order if name == "chosen" else None
+            runs[name].append(run_of(cluster, config, file, args.steps))
+            print(name, {k: v for k, v in runs[name][-1].items() if k != "losses"}, flush=True)
     gains = [given["step_ms"] / chosen["step_ms"] for given, chosen in zip(*runs.values())]
     question = {name: value for name, value in vars(args).items() if name not in ("data", "out")}
     print(f"step: {median(gains):.2f} x faster ({min(gains):.2f} to {max(gains):.2f})")

@@ -52,7 +52,7 @@ _MODELS: Mapping[str, tuple[str, str | None]] = {
 }
 """Model of `benchmarks.fields` and its file, by name."""
 _VARIANTS = ("table_wise", "planner", "ours", "all_rows", AGAIN)
-_ROUNDS, _BLOCK_SAMPLES, _FEWEST_STEPS, _MOST_STEPS = 12, 8_192, 4, 32
+_ROUNDS, _BLOCK_SAMPLES, _FEWEST_STEPS, _MOST_STEPS = 10, 8_192, 4, 32
 """A turn has as many steps as make this number of samples, within these bounds: short turns, and
 many, because the pace of a shared machine changes within seconds."""
 _EVEN = 0.98

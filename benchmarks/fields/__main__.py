@@ -21,8 +21,8 @@ Criteo's, Globo's clicks, or 26 uniform ones:
 
     python -m benchmarks.fields --model columns --data ../shared/data/criteo_tb_80k.parquet
 
-Variants train from equal weights on the same batches, and take turns in blocks of steps, in
-alternating order, so whatever else the machine does hits all of them:
+Variants train from equal weights on the same batches, and take turns in blocks of steps, each
+round begun by the next, so whatever else the machine does hits all of them:
 
 - table_wise: whole tables, the largest first, each to the rank with the fewest bytes; and planner:
   TorchRec's own; each under TrainPipelineSparseDist.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from benchmarks.gpu.variants import Variant
+from benchmarks.turns import in_turns
 
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 
@@ -35,19 +36,16 @@ def elapsed_ms(work: Callable[[], object], device: torch.device) -> float:
 def take_turns(
     variants: Mapping[str, Variant], rounds: int, block_steps: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Times all variants in alternating order.
+    """Times all variants in turns.
 
     Returns:
         By variant, ms per step of every round.
     """
     step_ms: dict[str, list[float]] = {name: [] for name in variants}
-    names = list(variants)
-    for turn in range(rounds):
-        for name in names if turn % 2 == 0 else reversed(names):
-            variant = variants[name]
-            variant.train(1)
-            ms = elapsed_ms(lambda c=variant: c.train(block_steps), device)  # type: ignore[misc]
-            step_ms[name].append(ms / block_steps)
+    for _, (name, variant) in in_turns(list(variants.items()), rounds):
+        variant.train(1)
+        ms = elapsed_ms(lambda c=variant: c.train(block_steps), device)  # type: ignore[misc]
+        step_ms[name].append(ms / block_steps)
     return step_ms
 
 

@@ -7,8 +7,8 @@
 
 A DLRM trains under each variant from the same weights on the same batches. The stock variants
 are probed alone first, since not all models fit into memory together; the fastest that trains the
-same model meets ours. Variants take turns in blocks of steps, in alternating order, so whatever
-else the machine does hits all of them.
+same model meets ours. Variants take turns in blocks of steps, each round begun by the next, so
+whatever else the machine does hits all of them.
 
 Variants: table_wise, row_wise, column_wise and planner (TorchRec's own), each under
 TrainPipelineSparseDist; fused, the best of them under TrainPipelineFusedSparseDist where that runs;

@@ -31,6 +31,7 @@ from benchmarks.cluster.namespaces import tool_path
 from benchmarks.pipelines.memory import PeakMemory
 from benchmarks.pipelines.question import COUNTED_STEPS, WARMUP_STEPS, Settings
 from benchmarks.pipelines.variants import Variant, pipeline_maker
+from benchmarks.turns import in_turns
 from torchrec_picasso.app.config import TrainConfig
 from torchrec_picasso.app.launch.progress import Progress
 from torchrec_picasso.app.runs.pipelines import is_settled
@@ -235,12 +236,11 @@ class Runner:
 
 
 def take_turns(runners: Sequence[Runner], settings: Settings, progress: Progress) -> None:
-    """Runs every runner's blocks in rounds of alternating order. Collective."""
-    for turn in range(settings.rounds):
-        for runner in runners if turn % 2 == 0 else runners[::-1]:
-            progress.tell(f"{runner.variant.name}, round {turn + 1} of {settings.rounds}")
-            runner.block(settings.block_steps)
-            progress.advance()
+    """Runs every runner's blocks in turns. Collective."""
+    for turn, runner in in_turns(runners, settings.rounds):
+        progress.tell(f"{runner.variant.name}, round {turn + 1} of {settings.rounds}")
+        runner.block(settings.block_steps)
+        progress.advance()
     progress.close()
 
 
