@@ -97,7 +97,7 @@ def note_all_reduce(num_bytes: int, world_size: int) -> None:
 
 def named_range(*name: object) -> AbstractContextManager[object]:
     """Returns a profiler range; the words of its name are joined only while a profiler runs."""
-    if not autograd_profiler._is_profiler_enabled:  # a range costs 11 us
+    if not autograd_profiler._is_profiler_enabled:  # a range takes 0.3 to 0.9 us without one
         return _NO_RANGE
     words = " ".join(map(str, name))
     return autograd_profiler.record_function(words)

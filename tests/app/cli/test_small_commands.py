@@ -261,4 +261,5 @@ def test_curves_of_other_hardware_are_told() -> None:
     assert other_hardware({**here, "cpu": "Z80", "num_cpus": 1}) == (
         f"cpu Z80, here {here['cpu']}; num_cpus 1, here {here['num_cpus']}"
     )
+    assert other_hardware({**here, "vectors": "MMX"}) == f"vectors MMX, here {here['vectors']}"
     assert "allocator jemalloc, here " in str(other_hardware({**here, "allocator": "jemalloc"}))

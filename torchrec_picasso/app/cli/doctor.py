@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     print("packages: torch, FBGEMM and TorchRec load together")
     num_threads = os.environ.get("OMP_NUM_THREADS", "1")
     threads = f"{num_threads} thread" + "s" * (num_threads != "1")
-    print(f"machine: {facts['num_cpus']} CPUs ({facts['cpu']}); {args.ranks} ranks x {threads}")
+    cpus = f"{facts['num_cpus']} CPUs ({facts['cpu']}, {facts['vectors']})"
+    print(f"machine: {cpus}; {args.ranks} ranks x {threads}")
     _measure_and_plan(args.ranks)
     return 0
 

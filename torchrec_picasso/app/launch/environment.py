@@ -18,6 +18,9 @@ KEEPS_FREED_MEMORY = {
 """Variables of glibc, read when a process starts: freed memory stays with the process. By default
 large blocks are mapped, and filled with zeros, again in each step."""
 
+_VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "asimd": "NEON"}
+"""Instructions on vectors by Linux's names, the widest first: kernels are other ones, and a name of
+a processor may not tell."""
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyarrow")
 
 
@@ -28,7 +31,8 @@ def describe_environment() -> dict[str, str | int]:
         "torchrec-picasso": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_name(),
+        "cpu": _cpu_facts().get("model name") or platform.processor() or "unknown",
+        "vectors": _vectors(),
         "num_cpus": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count() or 0,
@@ -49,7 +53,8 @@ def other_hardware(measured_on: Mapping[str, str | int]) -> str | None:
         measured_on: Result of :func:`describe_environment` there; may be empty.
     """
     here = describe_environment()
-    there = {name: measured_on.get(name, here[name]) for name in ("cpu", "num_cpus", "allocator")}
+    compared = ("cpu", "vectors", "num_cpus", "allocator")
+    there = {name: measured_on.get(name, here[name]) for name in compared}
     differ = [
         f"{name} {there[name]}, here {here[name]}" for name in there if there[name] != here[name]
     ]
@@ -67,10 +72,15 @@ def _allocator() -> str:
     return " ".join([*found, *(Path(each).name for each in preloaded)]) or "defaults"
 
 
-def _cpu_name() -> str:
+def _vectors() -> str:
+    facts = _cpu_facts()
+    names = (facts.get("flags") or facts.get("Features") or "").split()
+    return next((said for name, said in _VECTORS.items() if name in names), "unknown")
+
+
+def _cpu_facts() -> dict[str, str]:
+    """What Linux says of a core; nothing elsewhere."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    pairs = (line.partition(":") for line in lines)
+    return {name.strip(): fact.strip() for name, _, fact in pairs}
