@@ -46,7 +46,8 @@ class Errors:
         median_step: Median size of the steps' errors.
         worst_step: Largest error of a step.
         worst_bytes: Largest error of a variant's bytes.
-        ours_over_best: Step of the planner's choice to that of the fastest other variant.
+        ours_over_best: Step of the planner's choice to that of the fastest other variant, but for
+            the same stock plan once more.
     """
 
     step: dict[str, float]

@@ -5,6 +5,7 @@ Of sequences, too: where their samples come from.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ import torch
 from benchmarks.fields.__main__ import main
 from benchmarks.fields.columns import CLICK_COLUMNS, ColumnsWorkload
 from benchmarks.fields.plans import deal_by_size
+from benchmarks.fields.predicted import Predicted, errors_of
 from benchmarks.fields.question import UNIFORM, Question
+from benchmarks.fields.variants import AGAIN
 from benchmarks.pipelines.memory import PeakMemory
 from tests.support.refusals import refusal_of
 from torchrec_picasso import CommCurves
@@ -259,3 +262,15 @@ def test_both_variants_train_alike(tmp_path: Path, globo_file: Path, kind: str, 
     num_tables = {"generated": 2 + 13, "globo": 1 + 7}[kind]
     assert mine["tables"] == {"hot_cold": num_tables}
     assert mine["metered_bytes_per_step"] < stock["metered_bytes_per_step"]
+
+
+def test_ours_is_compared_with_other_plans_alone() -> None:
+    steps_ms = {"table_wise": 10.0, AGAIN: 8.0, "ours": 9.0, "all_rows": 12.0}
+    found: dict[str, Any] = {
+        name: SimpleNamespace(step_ms=(0.0, ms, 99.0), metered_bytes_per_step=1.0)
+        for name, ms in steps_ms.items()
+    }
+    predicted = {"ours": Predicted(step_ms=9.0, wire_ms=0.0, compute_ms=0.0, sent_bytes=1.0)}
+    errors = errors_of(predicted, found, 0.0)
+    assert errors is not None
+    assert errors.ours_over_best == 0.9

@@ -33,6 +33,7 @@ from torchrec_picasso.cost.stock import (
 )
 from torchrec_picasso.cost.table_work import HOT_ROW_BYTES, TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
+from torchrec_picasso.placement import Form
 from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -698,11 +699,38 @@ def test_each_further_pack_and_each_wave_has_its_price() -> None:
     assert in_waves.wire_ms == pytest.approx(four.wire_ms + 6 * 0.3)
     # which the core works for, too, with gloo
     assert in_waves.compute_ms == pytest.approx(four.compute_ms + 6 * 0.3)
-    on_gpu = StepPricer(
-        dataclasses.replace(pricer.curves, device="cuda"), 2, micro_batch_counts=[1]
+
+
+@pytest.mark.parametrize(
+    ("forms", "num_bag_waves", "world_size", "latencies"),
+    [
+        (("bags",), 1, 2, 0),
+        (("bags",), 4, 2, 6),  # bags and gradients of three further waves
+        (("bags",), 4, 1, 0),
+        (("bags",), 2, 3, 4),  # to two peers
+        (("rows",), 1, 2, 0),
+        (("rows", "bags"), 1, 2, 2),  # rows are the first wave
+        (("rows", "bags"), 3, 2, 6),
+    ],
+)
+def test_exchanges_of_further_waves_work_on_the_core_of_a_cpu(
+    forms: tuple[Form, ...], num_bag_waves: int, world_size: int, latencies: int
+) -> None:
+    curves = network()
+    lines = dict.fromkeys(COLLECTIVES, Curve.line(9.0, 0.1))  # of others than rows and bags
+    lines["row_exchange"] = curves.collectives["row_exchange"]
+    exchange = Exchange.from_tables([(work(), 0, form) for form in forms], 4)
+    on_core, on_gpu = (
+        StepPricer(
+            dataclasses.replace(curves, collectives=lines, device=device),
+            world_size,
+            micro_batch_counts=[1],
+        ).price([exchange], num_bag_waves=num_bag_waves)
+        for device in ("cpu", "cuda")
     )
-    there = on_gpu.price([Exchange(totals=totals, num_packs=4)], num_bag_waves=4)
-    assert there.compute_ms == pytest.approx(four.compute_ms)
+    assert on_core.wire_ms == pytest.approx(on_gpu.wire_ms)
+    assert on_core.compute_ms - on_gpu.compute_ms == pytest.approx(latencies * 0.3)
+    assert on_core.step_ms - on_gpu.step_ms == pytest.approx(latencies * 0.3)
 
 
 def test_stock_alone_hides_its_ids_only_and_in_backward() -> None:

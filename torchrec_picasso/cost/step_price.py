@@ -211,8 +211,9 @@ class StepPricer:
         return self._joined({way.collective: way.sent["flags"] for way in ways}) or Message(0.0)
 
     def _exchange_work_ms(self, ways: Sequence[Way]) -> float:
-        """Returns the work of a small exchange on the core: gloo's threads take all its time. That
-        of a step's first wave is in the measured cost of a step."""
+        """Returns the work of the core on an exchange of a further wave, whatever its bytes: gloo's
+        threads are assumed to take all the time of an empty one. That of the first wave is in the
+        measured cost of a step."""
         if self.curves.device != "cpu":
             return 0.0
         return max(self.curves.ms(way.collective, 0, self.world_size) for way in ways)

@@ -2,10 +2,12 @@
 a time, and of whole steps between them."""
 
 import dataclasses
+import gc
 import itertools
 import logging
 import math
 import time
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -251,14 +253,24 @@ class _KnownTimes(local_probe._TimedProbe):
         return [getattr(costs, phase).ms(work) for phase, work in zip(PHASES, self.works(2))]
 
 
+class _Tables:
+    """Sharded tables, in a reference cycle as real ones."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
 def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], list[float], Any]:
     """Costs that are fitted to times of known costs, shares of the time, windows, and steps."""
     pace, clock, called = _CrowdedPace(), _KnownTimes.clock, []
+    sharded_tables: list[weakref.ref[_Tables]] = []
 
-    def sharded(form: Form | None, *others: Any) -> Form | None:
+    def sharded(form: Form | None, *others: Any) -> _Tables:
         clock.now_s += 10.0
         assert others[-1] == "CPU time"
-        return form
+        tables = _Tables()
+        sharded_tables.append(weakref.ref(tables))
+        return tables
 
     def between() -> None:
         called.append(_KnownTimes.order[-1])
@@ -269,7 +281,11 @@ def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], l
         patch.setattr(local_probe, "_exchange_step", sharded)
         patch.setattr(local_probe, "_TimedProbe", _KnownTimes)
         patch.setattr("torchrec_picasso.app.runs.pace.num_cores", lambda: 2 - rank)
+        gc.disable()  # what is freed is freed on purpose
         local = local_probe.measure_local_costs(between=between, pace=pace, budget_s=1000.0)
+    gc.enable()
+    assert sharded_tables
+    assert not any(tables() for tables in sharded_tables)
     assert called == _KnownTimes.order
     return local, _KnownTimes.shares_s, pace.ratios, called
 

@@ -79,7 +79,7 @@ def _vectors() -> str:
 
 
 def _cpu_facts() -> dict[str, str]:
-    """What Linux says of a core; nothing elsewhere."""
+    """Linux's facts of a core; none elsewhere."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     pairs = (line.partition(":") for line in lines)

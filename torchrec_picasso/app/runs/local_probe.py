@@ -37,7 +37,7 @@ _FEW, _GROWTH = 1 / 16, 4
 """Share of its samples that a probe begins with, and keeps on a slow core or network; where time
 allows, it grows by this factor."""
 _TABLES_BYTES = 1 << 25
-"""Of each module on all ranks: the modules of a pass together are larger than caches."""
+"""Of each module, over its ranks: the modules of a pass together are larger than caches."""
 _ELEMENT_BYTES = 4
 
 
@@ -118,7 +118,8 @@ def measure_local_costs(
     """Fits the local costs of hot/cold and stock sharding; all ranks return those of the slowest.
 
     Collective: every rank of the default process group calls this, in the same order. The tables of
-    all probes are in memory at once: with batches about 1 GB a rank.
+    all probes are in memory at once: with batches about 1 GB on each of two ranks of the CPU, less
+    on each of more; on each rank of an accelerator all tables.
 
     Args:
         device: Device of the tables; CPU if ``None``.
@@ -172,7 +173,7 @@ def measure_local_costs(
 def _sharded(
     pg: dist.ProcessGroup, device: torch.device, clock: Callable[[], float]
 ) -> Iterator[_TimedProbe]:
-    """Shards the tables of all probes. Collective."""
+    """Shards the tables of all probes; yields each probe with its own. Collective."""
     for _, same_tables in groupby(PROBES, lambda probe: probe.module_key):
         probes = list(same_tables)
         for form in probes[0].forms:
