@@ -35,7 +35,7 @@ def table() -> str:
         "train the same. The proof takes 0.1 to 1.2 s in the first step (DIEN: up to 3.2 s), its",
         "guard 60 to 200 microseconds per step.",
         "",
-        "proved | operators, 4 clicks",
+        "proved | operators, histories of 4",
         "---|---",
         *(f"`{name}` | {number}" for name, number in NUM_OPERATORS.items()),
         "",

@@ -282,8 +282,10 @@ def _measured_in(rank: int, world_size: int) -> tuple[LocalCosts, list[float], l
         patch.setattr(local_probe, "_TimedProbe", _KnownTimes)
         patch.setattr("torchrec_picasso.app.runs.pace.num_cores", lambda: 2 - rank)
         gc.disable()  # what is freed is freed on purpose
-        local = local_probe.measure_local_costs(between=between, pace=pace, budget_s=1000.0)
-    gc.enable()
+        try:
+            local = local_probe.measure_local_costs(between=between, pace=pace, budget_s=1000.0)
+        finally:
+            gc.enable()
     assert sharded_tables
     assert not any(tables() for tables in sharded_tables)
     assert called == _KnownTimes.order

@@ -26,13 +26,14 @@ _PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "pyar
 
 def describe_environment() -> dict[str, str | int]:
     """Versions, hardware and date (UTC) of this process."""
+    core = _core_facts()
     environment: dict[str, str | int] = {
         "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "torchrec-picasso": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_facts().get("model name") or platform.processor() or "unknown",
-        "vectors": _vectors(),
+        "cpu": core.get("model name") or platform.processor() or "unknown",
+        "vectors": _vectors(core),
         "num_cpus": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count() or 0,
@@ -72,13 +73,12 @@ def _allocator() -> str:
     return " ".join([*found, *(Path(each).name for each in preloaded)]) or "defaults"
 
 
-def _vectors() -> str:
-    facts = _cpu_facts()
-    names = (facts.get("flags") or facts.get("Features") or "").split()
+def _vectors(core: Mapping[str, str]) -> str:
+    names = (core.get("flags") or core.get("Features") or "").split()
     return next((said for name, said in _VECTORS.items() if name in names), "unknown")
 
 
-def _cpu_facts() -> dict[str, str]:
+def _core_facts() -> dict[str, str]:
     """Linux's facts of a core; none elsewhere."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
