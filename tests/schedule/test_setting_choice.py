@@ -41,8 +41,7 @@ def test_a_trial_begins_as_planned_and_ends_with_the_fastest(
     assert seen[0] == 1  # in flight before the trial
     assert seen[3] == (first or 2)
     assert choice.current == Setting(fastest, lookahead=True)
-    # a run is read when it is over; from 16 down to 1 there is one more
-    assert clock.num_readings <= 11 + (first == 16)
+    assert clock.num_readings <= 13  # a warm-up, 6 settings, 4, 2: a run is read when it is over
     assert f"{choice.current}; the fastest of " in str(choice)
     assert caplog.messages == [f"setting chosen: {choice}"]
 
@@ -83,23 +82,34 @@ def test_lookahead_is_left_out_of_whole_batches_alone_where_it_clearly_costs() -
         assert choice.current == Setting(fastest, chosen)
 
 
-@pytest.mark.parametrize("first", PIECES)
-def test_no_larger_number_is_tried_after_one_slower_than_whole_batches(first: int) -> None:
-    draw, seen = np.random.default_rng(first), 0
-    for _ in range(200):  # times without any valley
-        times = {k: draw.uniform(1, 2) for k in PIECES}
-        tried: list[int] = []
+def test_slow_settings_run_once_and_near_ones_again() -> None:
+    times = {1: 2.0, 2: 1.3, 4: 1.0, 8: 1.1, 16: 1.4}
+    steps: list[int] = []
 
-        def step_s(setting: Setting, times: Any = times, tried: Any = tried) -> float:
-            if setting.num_micro_batches not in tried:
-                slower = [k for k in tried if 1 in tried and times[k] > 1.1 * times[1]]
-                assert all(setting.num_micro_batches < k for k in slower)
-                tried.append(setting.num_micro_batches)
-            return float(times[setting.num_micro_batches])
+    def step_s(setting: Setting) -> float:
+        steps.append(setting.num_micro_batches)
+        return times[setting.num_micro_batches]
 
-        assert settle(SettingChoice(candidates(None, True), first), step_s) <= NUM_STEPS
-        seen += 1 in tried and len(tried) > 2
-    assert seen or first == 16  # from where whole batches come last
+    choice = SettingChoice(candidates(None, True), 2)
+    settle(choice, step_s)
+    assert choice.current.num_micro_batches == 4
+    runs = [k for k, before in zip(steps, [None, *steps]) if k != before]
+    # those in flight are whole; then the warm-up and three rounds
+    assert runs == [1, 2, 1, 4, 8, 16, 4, 8, 2, 4, 8]
+
+
+def test_a_disturbance_of_many_steps_does_not_decide() -> None:
+    """For as long as a run, steps take half as long again."""
+    for begin in range(60):
+        choice, steps = SettingChoice(candidates(None, True), 2), iter(range(1000))
+
+        def step_s(setting: Setting, steps: Any = steps, begin: int = begin) -> float:
+            is_held_up = begin <= next(steps) < begin + 8
+            away = abs(PIECES.index(setting.num_micro_batches) - PIECES.index(4))
+            return (1 + 0.25 * away) * (1.5 if is_held_up else 1.0)
+
+        settle(choice, step_s)
+        assert choice.current.num_micro_batches == 4, begin
 
 
 def test_a_warm_up_of_five_steps_does_not_decide() -> None:
@@ -191,8 +201,8 @@ def test_trials_are_short_and_end_near_the_best() -> None:
         for noise in NOISES
         for hint in HINTS
     ]
-    assert np.mean([each.steps for each in found]) <= 23
-    assert np.mean([each.losses for each in found]) <= 0.018
+    assert np.mean([each.steps for each in found]) <= 68
+    assert np.mean([each.losses for each in found]) <= 0.012
     assert max(each.steps.max() for each in found) <= NUM_STEPS
 
 

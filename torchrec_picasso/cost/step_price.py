@@ -42,7 +42,7 @@ pooling run once more, and every feature is split. On one core 26 features took 
 _LAYOUT_SHARE = 1 / 3
 """Share of the layout, which follows the exchange of ids, in the local work on ids."""
 _EXCHANGES_PER_WAVE = 2
-"""Of rows or bags, and of their gradients."""
+"""Of a micro-batch: of rows or bags, and of their gradients."""
 _MASK_BYTES = 1
 _FIRST_USE_EXPONENT = 0.8
 """The number of distinct rows grows about like this power of the samples."""
@@ -118,6 +118,7 @@ class StepPricer:
             first_used, found = counted.first_used, counted.busiest_bytes
             ways = [replace(way, sent={**way.sent, **found[way.collective]}) for way in ways]
         shares = _shares_of_waves(totals, num_bag_waves)
+        further_ms = (len(shares) - 1) * _EXCHANGES_PER_WAVE * self._exchange_work_ms(ways)
         forwards_first = bool(totals.unique)  # bags are of one sample
         prices = []
         for count in self._micro_batch_counts:
@@ -129,10 +130,9 @@ class StepPricer:
             last = backward_order(setting, forwards_first)[-1]
             self._add_stock(times, stock, last)
             price = simulate_step(setting, times, shares, flags, forwards_first=forwards_first)
-            prices.append(price)
+            prices.append(_longer(price, count * further_ms))
         best = min(prices, key=lambda price: (price.step_ms, price.num_micro_batches))
-        further_ms = (len(shares) - 1) * _EXCHANGES_PER_WAVE * self._exchange_work_ms(ways)
-        return _longer(best, costs.hot_cold.step_ms + further_ms)
+        return _longer(best, costs.hot_cold.step_ms)
 
     def sparse_dist(self, cost: StockCost) -> StepPrice:
         """Predicts a step under TorchRec's ``TrainPipelineSparseDist``. It sends the next batch's
@@ -154,7 +154,7 @@ class StepPricer:
             return None
         ms = self.curves.ms(collective, num_bytes, self.world_size)
         core_ms = self.curves.core_ns_per_byte * num_bytes * 1e-6
-        latency_ms = min(ms, self.curves.ms(collective, 0, self.world_size))
+        latency_ms = min(ms, self.curves.latency_ms(collective, self.world_size))
         return Message(ms, min(1.0, core_ms / ms) if ms > 0 else 0.0, latency_ms)
 
     def _times(
@@ -216,7 +216,7 @@ class StepPricer:
         measured cost of a step."""
         if self.curves.device != "cpu":
             return 0.0
-        return max(self.curves.ms(way.collective, 0, self.world_size) for way in ways)
+        return max(self.curves.latency_ms(way.collective, self.world_size) for way in ways)
 
     def _joined(self, sent: Mapping[str, float]) -> Message | None:
         """Returns the messages of several collectives, one after another, as one."""

@@ -5,23 +5,19 @@ one setting after another. A step lasts as long as on its slowest rank, so ranks
 times and choose the same setting. Times are measured, so another run may choose differently; set
 the numbers explicitly to repeat a run bit for bit.
 
-Step times over micro-batches K have one minimum: exposed communication shrinks like 1 / K, and
-every micro-batch has a fixed cost. So the search begins with the number that the plan was priced
-for, halves it while steps get faster, and, if that did not clearly help, doubles it in the same
-way. Lookahead is switched off for whole batches only: with more micro-batches, no lookahead was
-never faster by more than 3 % in alternating runs.
-
-A few steps find the neighbourhood of the minimum only, and those of the first setting are still
-warming up. So the two fastest settings run again if their times are near each other; the median of
-these steps counts. The first step of a setting does not count: after one with more micro-batches it
-took 7 % less than the later ones.
+A step's time is noisy: the same step takes 10 to 15 % more or less on a shared machine, for some
+steps on end. So all settings run in rounds, and only the fastest stay for the next round: a few
+slower steps cost less than a wrong choice for the rest of the run. The number of micro-batches that
+the plan was priced for begins, and stays unless another one is clearly faster. Lookahead is
+switched off for whole batches only: with more micro-batches, no lookahead was never faster by more
+than 3 % in alternating runs. The first step of a run does not count: after one with more
+micro-batches it took 7 % less than the later ones.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any
@@ -38,27 +34,16 @@ NUM_MICRO_BATCHES = (1, 2, 4, 8, 16)
 _FEWEST_SAMPLES = 64
 """Smaller micro-batches keep no core busy for longer than their operators take to start."""
 
-NUM_STEPS = 40
-"""Maximum number of steps of a trial: a long warm-up, from 16 micro-batches to 1, no lookahead, and
-the two fastest again."""
-
-_FULL_RUN, _PROBE = 5, 4
-"""Consecutive batches with one setting, in full or as a probe. At the end all but the last two are
-trained, so one step of a probe counts, since the first does not. The others count later, except the
-last, whose next batch has another setting."""
-_LONGEST_WARMUP = 5
-"""Maximum number of batches that the first run has beyond a probe."""
-_WARMER = 0.9
-"""The first run continues while a step is faster than this factor of the step before."""
-_HOPELESS, _HELD_UP = 1.2, 2.0
-"""A run ends with the probe if its time is between these factors of the best time. A larger time
-indicates a disturbance, such as kernel compilation or memory allocation."""
-_NEAR, _AGAIN = 1.08, 5
-"""Settings whose times are within this factor run again, for so many consecutive batches."""
-_LOST = 1.1
-"""Factor of the whole-batch time above which no further numbers of micro-batches are tried."""
+_WARM_UP = 6
+"""Batches of the first setting before the first round."""
+_ROUNDS = ((5, 1.3, 4), (6, 1.15, 2), (6, 1.0, 1))
+"""Consecutive batches of each setting in a round, and the settings that stay after it: those whose
+times are within a factor of the fastest, and at most a number of them."""
 _FASTER = 0.97
 """Factor of the first setting's time that another setting must beat to be chosen."""
+
+NUM_STEPS = 75
+"""Maximum number of steps of a trial: a warm-up, six settings, four, two."""
 
 
 def pieces_for(num_samples: int) -> tuple[int, ...]:
@@ -147,14 +132,12 @@ class SettingChoice:
     """Assigns a setting to every batch, and finally the fastest one.
 
     A step counts for a setting if its batch, the batch before and the next batch have that setting;
-    the operations of the batch after that are small. The time of a setting is that of its fastest
-    step: steps of the warm-up and disturbed steps are slower. If the last two settings run again,
-    it is the median of these steps.
+    the operations of the batch after that are small. The time of a setting is the lower quartile of
+    its steps: those held up by others are slower.
 
     Args:
         allowed: The candidates, the simplest first.
-        first: Micro-batches that the trial starts with, if allowed, or else with 2, after which
-            whole batches are tried next.
+        first: Micro-batches that the trial starts with, if allowed, or else with 2.
         known: The setting of an earlier run, see :meth:`settle_on`.
     """
 
@@ -166,11 +149,10 @@ class SettingChoice:
         numbers = sorted({setting.num_micro_batches for setting in allowed})
         number = first if first in numbers else numbers[:2][-1]
         self._first = Setting(number, any(each.lookahead for each in allowed))
-        self._times_s = dict.fromkeys(allowed, math.inf)
-        self._tried = self._rivals = [self._first]
+        self._steps_s: dict[Setting, list[float]] = {setting: [] for setting in allowed}
+        self._rivals = sorted(allowed, key=lambda setting: setting != self._first)
         self._before: Setting | None = None
-        self._last_steps_s: dict[Setting, list[float]] = {}
-        self._runs = self._walk()
+        self._runs = self._rounds()
         self._spans: list[tuple[Setting, tuple[Any, Any]]] = []
         self._known: Setting | None = None
         self.current = self.allowed[0]
@@ -184,12 +166,11 @@ class SettingChoice:
     def __str__(self) -> str:
         if not self.is_settled:
             return f"{self.current}; trying {len(self.allowed)} settings"
-        found = [setting for setting in self._tried if self._times_s[setting] < math.inf]
+        found = [setting for setting in self.allowed if self._steps_s[setting]]
         if not found or self._known is not None:
             known = ", as an earlier run chose" if self.current == self._known else ""
             return f"{self.current}{known}"
-        found.sort(key=lambda setting: (setting.num_micro_batches, not setting.lookahead))
-        times = ", ".join(f"{each}: {1e3 * self._times_s[each]:.0f} ms" for each in found)
+        times = ", ".join(f"{each}: {1e3 * self._time_s(each):.0f} ms" for each in found)
         return f"{self.current}; the fastest of {times}"
 
     def settle_on(self, setting: Setting | None) -> None:
@@ -223,9 +204,8 @@ class SettingChoice:
             times_s = clock.seconds([span for _, span in self._spans], pg)
             for (setting, _), time_s in zip(self._spans, times_s):
                 # in-flight batches from before the trial count as well
-                if setting in self._times_s:
-                    self._times_s[setting] = min(time_s, self._times_s[setting])
-                self._last_steps_s.setdefault(setting, []).append(time_s)
+                if setting in self._steps_s:
+                    self._steps_s[setting].append(time_s)
             self._spans = []
         self._start_run()
 
@@ -233,75 +213,30 @@ class SettingChoice:
         run = next(self._runs, None)
         self.is_settled = run is None
         if run is None:
-            self.current = self._fastest
+            self.current = self._rivals[0]
             _log.info("setting chosen: %s", self)
         else:
             self.current, self._batches_left = run
 
-    @property
-    def _fastest(self) -> Setting:
-        """The fastest setting so far; the first setting if no setting is clearly faster."""
-        return min(self._rivals, key=self._compared_s)
+    def _rounds(self) -> Iterator[tuple[Setting, int]]:
+        """Yields the runs of the trial: a setting, and the number of consecutive batches that have
+        it. Afterwards the fastest setting is the only rival."""
+        yield self._first, _WARM_UP
+        self._steps_s[self._first] = []
+        for num_batches, factor, most in _ROUNDS:
+            for setting in self._rivals:
+                yield setting, num_batches
+            ranked = sorted(self._rivals, key=self._compared_s)
+            limit_s = factor * self._compared_s(ranked[0])
+            self._rivals = [each for each in ranked[:most] if self._compared_s(each) <= limit_s]
+            if len(self._rivals) == 1:
+                return
 
     def _compared_s(self, setting: Setting) -> float:
         """Returns a time, less for the first setting: it stays unless one is clearly faster."""
-        return self._times_s[setting] * (_FASTER if setting == self._first else 1.0)
+        return self._time_s(setting) * (_FASTER if setting == self._first else 1.0)
 
-    def _walk(self) -> Iterator[tuple[Setting, int]]:
-        """Yields the runs of the trial: warm-up, fewer micro-batches, more, no lookahead, the two
-        fastest again. A run is a setting and the number of consecutive batches that have it."""
-        yield from self._warm_up()
-        yield from self._go_on(0.5)
-        # Doubling is tried only if no smaller number was clearly faster.
-        if self._fastest == self._first:
-            yield from self._go_on(2.0)
-        if self._fastest.num_micro_batches == 1:
-            yield from self._try(Setting(1, lookahead=False))
-        yield from self._compare_again()
-
-    def _warm_up(self) -> Iterator[tuple[Setting, int]]:
-        """Yields runs of the first setting, until its steps get no faster."""
-        yield self._first, _PROBE
-        for _ in range(_LONGEST_WARMUP):
-            before_s = self._times_s[self._first]
-            yield self._first, 1
-            if not self._times_s[self._first] < _WARMER * before_s < math.inf:
-                break
-
-    def _go_on(self, factor: float) -> Iterator[tuple[Setting, int]]:
-        """Multiplies the number of micro-batches, from the first, while steps get faster."""
-        last = self._first
-        while True:
-            number = int(factor * last.num_micro_batches)
-            # more micro-batches cannot help if some were clearly slower than whole batches
-            whole_s = self._times_s.get(Setting(1, last.lookahead), math.inf)
-            if factor > 1 and any(self._times_s[s] > _LOST * whole_s for s in self._tried):
-                return
-            setting = Setting(number, last.lookahead)
-            yield from self._try(setting)
-            if not self._times_s.get(setting, math.inf) < self._times_s[last]:
-                return
-            last = setting
-
-    def _try(self, setting: Setting) -> Iterator[tuple[Setting, int]]:
-        if setting not in self._times_s or setting in self._tried:
-            return
-        self._tried.append(setting)
-        yield setting, _PROBE
-        slower = self._times_s[setting] / self._times_s[self._fastest]
-        # Continue if the setting may still win, or if a disturbance dominates the measured time.
-        if not _HOPELESS < slower < _HELD_UP:
-            yield setting, _FULL_RUN - _PROBE
-
-    def _compare_again(self) -> Iterator[tuple[Setting, int]]:
-        """Yields longer runs of the two fastest settings, the second first, if their times are near
-        each other; the medians of their steps become their times."""
-        rivals = sorted(self._tried, key=self._compared_s)[:2]
-        if self._times_s[rivals[-1]] > _NEAR * self._times_s[rivals[0]]:
-            return
-        self._rivals, self._last_steps_s = rivals, {}
-        yield rivals[-1], _AGAIN
-        yield rivals[0], _AGAIN + 1  # the last step does not count
-        for setting in rivals:
-            steps_s = self._last_steps_s.get(setting)  # none, if all did other work than training
-            self._times_s[setting] = statistics.median(steps_s or [self._times_s[setting]])
+    def _time_s(self, setting: Setting) -> float:
+        """Returns the lower quartile of the steps; of none, all of which did other work, inf."""
+        steps_s = sorted(self._steps_s[setting])
+        return steps_s[len(steps_s) // 4] if steps_s else math.inf
