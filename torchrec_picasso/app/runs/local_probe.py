@@ -29,7 +29,7 @@ from torchrec_picasso.cost.stock import StockTotals
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.placement import FORMS, Form
 
-_BUDGET_S = 14.0
+_BUDGET_S = 13.0
 _WARMUP_STEPS, _PASSES = 2, 4
 """Steps of a probe before and within the passes over all probes: memory on a shared machine is up
 to four times as slow for seconds, which shall disturb no probe alone."""
