@@ -37,9 +37,11 @@ from torchrec_picasso.app.launch.quiet import quiet_upstream
 from torchrec_picasso.app.launch.run_ranks import run_ranks
 from torchrec_picasso.app.runs.trainer import Trainer
 from torchrec_picasso.app.zoo.registry import make_source
+from torchrec_picasso.schedule.schedule import NUM_BATCHES
+from torchrec_picasso.schedule.setting_choice import NUM_STEPS
 
-WARMUP_STEPS = 20
-"""Steps before timed ones: the pipeline tries settings, and checks micro-batches in step 16."""
+WARMUP_STEPS = NUM_STEPS + NUM_BATCHES
+"""Steps before timed ones: the pipeline tries settings."""
 _TIMEOUT_S = 900.0
 _BYTES = 4 << 20  # largest exchange of both measurements
 _PORT = "29500"  # a host of its own has no port taken

@@ -733,6 +733,46 @@ def test_exchanges_of_further_waves_work_on_the_core_of_a_cpu(
     assert on_core.step_ms - on_gpu.step_ms == pytest.approx(latencies * 0.3)
 
 
+@pytest.mark.parametrize(
+    ("forms", "count", "times"),
+    [
+        (("bags",), 1, 1),
+        (("bags",), 2, 2),  # both micro-batches go by wave
+        (("bags",), 8, 1),
+        (("rows", "bags"), 2, 1),
+    ],
+)
+def test_further_waves_have_as_many_exchanges_as_the_schedule(
+    forms: tuple[Form, ...], count: int, times: int
+) -> None:
+    exchange = Exchange.from_tables([(work(), 0, form) for form in forms], 4)
+    num_further = 2 + ("rows" in forms)
+    on_core, on_gpu = (
+        StepPricer(
+            dataclasses.replace(network(), device=device), 2, micro_batch_counts=[count]
+        ).price([exchange], num_bag_waves=3)
+        for device in ("cpu", "cuda")
+    )
+    assert on_core.compute_ms - on_gpu.compute_ms == pytest.approx(times * num_further * 2 * 0.3)
+
+
+def test_a_disturbed_small_message_makes_waves_no_dearer() -> None:
+    sizes = [2**power for power in range(12, 24, 2)]
+    times_ms = [0.3 + size * 1e-5 for size in sizes]
+    prices = []
+    for first_ms in (times_ms[0], 4 * times_ms[0]):
+        curves = network()
+        lines = {**curves.collectives, "row_exchange": Curve.fit(sizes, [first_ms, *times_ms[1:]])}
+        curves = dataclasses.replace(curves, collectives=lines)
+        pricer = StepPricer(curves, 2, micro_batch_counts=[1])
+        one, four = (
+            pricer.price([Exchange.from_tables([(work(), 0, "bags")], 4)], num_bag_waves=waves)
+            for waves in (1, 4)
+        )
+        prices.append(four.compute_ms - one.compute_ms)
+    assert prices[1] < 1.5 * prices[0]
+
+
 def test_stock_alone_hides_its_ids_only_and_in_backward() -> None:
     works = [work(0.6) for _ in range(20)]
     curves = network(core_ns=1.0)

@@ -254,19 +254,22 @@ class CommCurves:
         if world_size == 1:
             return 0.0
         curve = self.collectives[collective]
-        # the measured time includes the latency of the measured number of peers
-        more_ms = self.latency_ms(collective, world_size) - curve.latency_ms
-        return max(0.0, curve.ms_at(busiest_bytes) + more_ms)
+        return max(0.0, curve.ms_at(busiest_bytes) + self._more_ms(collective, world_size))
 
-    def latency_ms(self, collective: str, world_size: int) -> float:
-        """Predicts the part of :meth:`ms` that does not depend on the number of bytes, by the
-        fitted line: a single small message is easily disturbed."""
+    def least_ms(self, collective: str, world_size: int) -> float:
+        """Predicts the part of :meth:`ms` that does not depend on the number of bytes: the least
+        measured time, because that of the smallest message alone is easily disturbed."""
         if world_size == 1:
             return 0.0
+        least_ms = min(self.collectives[collective].ms)
+        return max(0.0, least_ms + self._more_ms(collective, world_size))
+
+    def _more_ms(self, collective: str, world_size: int) -> float:
+        """Returns the latency beyond that of the measured number of peers."""
         peers, measured = (
             self._num_peers(collective, size) for size in (world_size, self.world_size)
         )
-        return self.collectives[collective].latency_ms * peers / measured
+        return self.collectives[collective].latency_ms * (peers / measured - 1)
 
     def _num_peers(self, collective: str, world_size: int) -> int:
         """Returns the peers of a rank in a collective, at least 1; a host keeps its ranks."""

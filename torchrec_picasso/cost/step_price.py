@@ -31,7 +31,7 @@ from torchrec_picasso.cost.hot_cold import (
 from torchrec_picasso.cost.local import DenseTimes, LocalCosts
 from torchrec_picasso.cost.schedule_time import Message, OpTime, StepPrice, simulate_step
 from torchrec_picasso.cost.stock import StockCost
-from torchrec_picasso.schedule.schedule import Setting, backward_order
+from torchrec_picasso.schedule.schedule import Setting, backward_order, is_depth_first
 from torchrec_picasso.schedule.setting_choice import NUM_MICRO_BATCHES
 
 _PART_MS = 2.5
@@ -42,7 +42,8 @@ pooling run once more, and every feature is split. On one core 26 features took 
 _LAYOUT_SHARE = 1 / 3
 """Share of the layout, which follows the exchange of ids, in the local work on ids."""
 _EXCHANGES_PER_WAVE = 2
-"""Of a micro-batch: of rows or bags, and of their gradients."""
+"""Of rows or bags of the first micro-batch, and of gradients of the last; twice as many if each
+micro-batch goes by wave."""
 _MASK_BYTES = 1
 _FIRST_USE_EXPONENT = 0.8
 """The number of distinct rows grows about like this power of the samples."""
@@ -130,7 +131,8 @@ class StepPricer:
             last = backward_order(setting, forwards_first)[-1]
             self._add_stock(times, stock, last)
             price = simulate_step(setting, times, shares, flags, forwards_first=forwards_first)
-            prices.append(_longer(price, count * further_ms))
+            by_wave = 2 if is_depth_first(setting, forwards_first) else 1
+            prices.append(_longer(price, by_wave * further_ms))
         best = min(prices, key=lambda price: (price.step_ms, price.num_micro_batches))
         return _longer(best, costs.hot_cold.step_ms)
 
@@ -154,7 +156,7 @@ class StepPricer:
             return None
         ms = self.curves.ms(collective, num_bytes, self.world_size)
         core_ms = self.curves.core_ns_per_byte * num_bytes * 1e-6
-        latency_ms = min(ms, self.curves.latency_ms(collective, self.world_size))
+        latency_ms = min(ms, self.curves.least_ms(collective, self.world_size))
         return Message(ms, min(1.0, core_ms / ms) if ms > 0 else 0.0, latency_ms)
 
     def _times(
@@ -216,7 +218,7 @@ class StepPricer:
         measured cost of a step."""
         if self.curves.device != "cpu":
             return 0.0
-        return max(self.curves.latency_ms(way.collective, self.world_size) for way in ways)
+        return max(self.curves.least_ms(way.collective, self.world_size) for way in ways)
 
     def _joined(self, sent: Mapping[str, float]) -> Message | None:
         """Returns the messages of several collectives, one after another, as one."""

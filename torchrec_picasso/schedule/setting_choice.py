@@ -42,7 +42,7 @@ times are within a factor of the fastest, and at most a number of them."""
 _FASTER = 0.97
 """Factor of the first setting's time that another setting must beat to be chosen."""
 
-NUM_STEPS = 75
+NUM_STEPS = 72
 """Maximum number of steps of a trial: a warm-up, six settings, four, two."""
 
 
@@ -222,7 +222,8 @@ class SettingChoice:
         """Yields the runs of the trial: a setting, and the number of consecutive batches that have
         it. Afterwards the fastest setting is the only rival."""
         yield self._first, _WARM_UP
-        self._steps_s[self._first] = []
+        for steps_s in self._steps_s.values():
+            steps_s.clear()
         for num_batches, factor, most in _ROUNDS:
             for setting in self._rivals:
                 yield setting, num_batches

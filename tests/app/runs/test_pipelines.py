@@ -98,17 +98,17 @@ def test_a_run_that_ends_before_its_choice_says_so() -> None:
     )  # with lookahead and without; batches are too small to cut
 
 
-LONGEST_TRIAL = 30
-"""More steps than a trial of two settings takes, the two near each other: 9 + 5 + 11."""
+LONGEST_TRIAL = 44
+"""More steps than a trial of two settings takes, the two near each other: 6 + 10 + 12 + 12."""
 
 
 def go_on_with_a_choice(rank: int, world_size: int, folder: str) -> tuple[str, str]:
     kept = CheckpointConfig(folder=folder, every_steps=LONGEST_TRIAL)
     automatic = PipelineConfig()
     _train(rank, world_size, automatic, steps=LONGEST_TRIAL, checkpoint=kept)
-    again = _train(rank, world_size, automatic, resume=True, steps=32, checkpoint=kept)
+    again = _train(rank, world_size, automatic, resume=True, steps=46, checkpoint=kept)
     larger = dataclasses.replace(CONFIG.data, batch_size=32)
-    other = {"steps": 34, "checkpoint": kept, "data": larger}
+    other = {"steps": 48, "checkpoint": kept, "data": larger}
     return again[1], _train(rank, world_size, automatic, resume=True, **other)[1]
 
 
