@@ -321,6 +321,14 @@ def test_bags_are_priced_in_their_waves_and_for_the_busiest_rank(
     # one home has 128 columns, the other 16, each a pack and so a wave
     assert asked == {"num_modules": 1, "uneven_bags": pytest.approx(128 / 72), "num_bag_waves": 2}
 
+    # two modules have a pack each, even of one dim
+    alike = [
+        TableWork(dataclasses.replace(pooled(name, 4, None).load, module=name), 2)
+        for name in ("one", "other")
+    ]
+    price_plan(alike, {0: "bags", 1: "bags"}, {}, {}, pricer(curves()))
+    assert (asked["num_modules"], asked["num_bag_waves"]) == (2, 2)
+
 
 @pytest.mark.parametrize(("exponent", "form"), [(0.4, "bags"), (0.6, "rows")])
 def test_rows_of_a_mixed_plan_send_8_percent_fewer_bytes(exponent: float, form: Form) -> None:

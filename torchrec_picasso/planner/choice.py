@@ -15,7 +15,7 @@ Shape letters: K distinct lookup counts of a table; G those of several tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -259,18 +259,23 @@ def price_plan(
         num_modules = len({work.load.module for work in alike})
         stock = stock.plus(stock_cost(kind, alike, curves, world_size, num_modules))
 
-    def num_packs(tables: Iterable[int]) -> int:
-        loads = {i: works[i].load for i in tables}
-        return len({pack_key(forms[i], 0, x.dim, x.element_bytes) for i, x in loads.items()})
+    def pack(i: int) -> Hashable:
+        load = works[i].load
+        return pack_key(forms[i], 0, load.dim, load.element_bytes)
 
     bags = [i for i in sorted(forms) if FORMS[forms[i]].sends_bags]
+    bag_packs = {(works[i].load.module, pack(i)) for i in bags}  # no pack has two modules
     tables_of: dict[type[Exchange], list[int]] = {}
     for i in sorted(forms):
         own = EXCHANGES[forms[i]]
         # a requested form without a price is priced as rows that are sent directly
         tables_of.setdefault(own if own.has_price(curves, world_size) else Exchange, []).append(i)
     exchanges = [
-        own.from_tables([(works[i], num_hot.get(i, 0), forms[i]) for i in its], num_packs(its))
+        own.from_tables(
+            # further packs of further modules are in the price of these
+            [(works[i], num_hot.get(i, 0), forms[i]) for i in its],
+            len(set(map(pack, its))),
+        )
         for own, its in tables_of.items()
     ]
     sent = [way.sent for each in exchanges for way in each.ways(world_size)]
@@ -283,7 +288,7 @@ def price_plan(
             stock,
             num_modules=len({works[i].load.module for i in forms}),
             uneven_bags=max_over_mean("table_wise", [works[i].load for i in bags], world_size),
-            num_bag_waves=len(owner_pooled_waves(num_packs(bags))) or 1,
+            num_bag_waves=len(owner_pooled_waves(len(bag_packs))) or 1,
         ),
         sent_bytes=StockCost.sum(
             StockCost(sent_bytes=each) for each in [stock.sent_bytes, *sent]
