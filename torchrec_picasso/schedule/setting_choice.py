@@ -203,7 +203,7 @@ class SettingChoice:
             # all ranks compare the same times
             times_s = clock.seconds([span for _, span in self._spans], pg)
             for (setting, _), time_s in zip(self._spans, times_s):
-                # in-flight batches from before the trial count as well
+                # in-flight batches from before the trial may have another setting
                 if setting in self._steps_s:
                     self._steps_s[setting].append(time_s)
             self._spans = []
