@@ -112,10 +112,11 @@ def test_noise_of_a_child_process_would_be_seen(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook()
     for command in ("echo quiet", "echo noisy >&2"):
         notebook.cells.append(nbformat.v4.new_code_cell(f"import os\nos.system({command!r})"))
+    # on a busy machine the output of a child process may arrive with the next cell's
+    notebook.cells.append(nbformat.v4.new_code_cell("import time\ntime.sleep(2)"))
     nbformat.write(notebook, tmp_path / "noise.ipynb")
     cells = executed(tmp_path / "noise.ipynb").cells
     outputs = [output for cell in cells for output in cell.outputs]
-    # on a busy machine the output of a child process may arrive with the next cell's
     assert [o.name for o in outputs if o.output_type == "stream"] == ["stdout", "stderr"]
 
 
