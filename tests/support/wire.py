@@ -28,10 +28,11 @@ class Message:
 
 
 class MessageRecorder(TorchDispatchMode):
-    """Records what is sent inside ``with MessageRecorder() as recorder:``."""
+    """Records what is sent inside ``with MessageRecorder() as recorder:``, of one group or all."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
+        self._group = group
         self.messages: list[Message] = []
         self.exchanges: Counter[str] = Counter()
         """Calls by kind; a message to one rank is ``send``."""
@@ -52,8 +53,10 @@ class MessageRecorder(TorchDispatchMode):
     def _record(self, kind: str, call: dict[str, Any]) -> None:
         if kind in ("recv_", "recv_any_source_", "barrier"):
             return
-        self.exchanges[kind] += 1
         group = dist.ProcessGroup.unbox(call["process_group"])
+        if self._group is not None and group.group_name != self._group.group_name:
+            return
+        self.exchanges[kind] += 1
         if kind == "send":
             (tensor,) = call["tensors"]
             self._add(kind, tensor, tensor.numel(), call["dst"], group)
