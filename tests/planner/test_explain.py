@@ -93,7 +93,7 @@ def test_where_the_exchange_costs_more_tables_stay_stock_and_the_log_says_so(
     )
     assert planner.explain()["why"].str.match(r"stock (row|table)_wise: a step is predicted").all()
     stock_ms, once_ms = planner.decision.priced_ms["stock"], FAST.local.hot_cold.once_ms
-    assert f"which must save {0.03 * stock_ms + 0.15 * once_ms:.1f} ms" in record.getMessage()
+    assert f"which must save {0.03 * stock_ms + 0.05 * once_ms:.1f} ms" in record.getMessage()
     summary = summarize(planner.decision)
     assert summary["hot_rows"] == 0
     assert summary["speedup"] == pytest.approx(1.0)

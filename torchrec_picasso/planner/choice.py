@@ -44,10 +44,11 @@ Forms = Mapping[int, Form]
 _BY_MODULE = [form for form in EXCHANGES if FORMS[form].by_module]
 _ONLY_ROWS: Mapping[Form, str] = dict.fromkeys(list(EXCHANGES)[1:], "it was not considered")
 
-_SIMPLER_MARGIN, _ONCE_MARGIN = 0.03, 0.15
+_SIMPLER_MARGIN, _ONCE_MARGIN = 0.03, 0.05
 """A hot/cold plan is chosen only if its predicted step is shorter than stock's by these shares of
-the step and of what any step with hot/cold tables costs once. The latter decides small steps
-(``benchmarks.small_steps``); its phases took 6.0, 6.4 and 7.0 ms in three calibrations."""
+the step and of what any step with hot/cold tables costs once. The latter decides small steps:
+seven calibrations chose no slower plan with a share of 0.05, and two with 0
+(docs/dev/log.md, 2026-11-28)."""
 _TYPE_MARGIN = 0.05
 """Stock tables have the same sharding type unless this share of the step is gained without it: by
 noise in a curve 26 tables became row-wise, 4.39 ms, where table-wise took 3.99."""
