@@ -3,6 +3,7 @@
 import logging
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,15 @@ def test_whole_batches_are_logged_with_the_reason(caplog: pytest.LogCaptureFixtu
     policy.begin(SimpleNamespace(pipelined=pipelined))  # type: ignore[arg-type]  # nothing else is asked
     assert "batches are trained whole: a BatchNorm1d compares samples" in caplog.text
     assert policy.current == Setting(1, True)
+    assert str(policy).endswith("batches are whole: a BatchNorm1d compares samples")
+    # attached again without it
+    pipelined.why_whole_batches = lambda: None
+    policy.begin(SimpleNamespace(pipelined=pipelined))  # type: ignore[arg-type]
+    assert "whole" not in str(policy)
+    batch: Any = SimpleNamespace(is_whole=False, setting=policy.current)
+    with mock.patch.object(policy, "_prove") as prove:
+        policy.decide_whether_whole(batch, has_changed=False)
+    prove.assert_called_once()
 
 
 def test_the_library_adds_no_handlers() -> None:

@@ -112,10 +112,10 @@ def test_a_disturbance_of_many_steps_does_not_decide() -> None:
         assert choice.current.num_micro_batches == 4, begin
 
 
-def test_a_warm_up_of_five_steps_does_not_decide() -> None:
+def test_a_slow_warm_up_does_not_decide() -> None:
     for first in PIECES:
         choice = SettingChoice(candidates(None, True), first)
-        warm_up = (1 + 2 * 0.33**step for step in range(NUM_STEPS))
+        warm_up = (1 + 2 * 0.75**step for step in range(NUM_STEPS))
 
         def step_s(setting: Setting, warm_up: Any = warm_up, first: int = first) -> float:
             away = abs(PIECES.index(setting.num_micro_batches) - PIECES.index(first))

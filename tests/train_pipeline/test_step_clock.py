@@ -1,4 +1,4 @@
-"""How long a step of the trial lasts: with what ranks wait for between steps."""
+"""Which steps of the trial count, and how long they last: with what ranks wait for between them."""
 
 from itertools import count
 from types import SimpleNamespace
@@ -23,13 +23,48 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[MicroBatchPolicy, list[Any]]
     return policy, spans
 
 
-def test_a_step_lasts_from_the_end_of_the_step_before_unless_that_evaluated(
+def _train(policy: MicroBatchPolicy, *, is_whole: bool = False, num_batches: int = 3) -> None:
+    """A step on batches in flight, in two micro-batches unless it is whole."""
+    policy._is_cut_as_set = not is_whole
+    policy.start_step()
+    policy.end_step(SETTINGS[:num_batches])
+
+
+def test_a_step_lasts_from_the_end_of_the_step_before(
     timed: tuple[MicroBatchPolicy, list[Any]],
 ) -> None:
     policy, spans = timed
-    for is_evaluated in (False, False, True, False):
-        if is_evaluated:
-            policy.train_whole_next()
+    for _ in range(3):
+        _train(policy)
+    assert spans == [None, (1, 3), (3, 5)]  # stamps 2 and 4 are starts
+
+
+def test_a_step_that_follows_no_training_step_does_not_count(
+    timed: tuple[MicroBatchPolicy, list[Any]],
+) -> None:
+    policy, spans = timed
+    _train(policy)
+    policy.train_whole_next()  # an evaluation
+    _train(policy)
+    for num_batches in (2, 1):  # data ends
+        _train(policy, num_batches=num_batches)
+    _train(policy)
+    policy.forget_step()  # as after an exception
+    _train(policy)
+    assert spans == [None] * 4
+    _train(policy)
+    assert spans[-1] == (11, 13)
+
+
+def test_a_whole_step_does_not_count_for_micro_batches(
+    timed: tuple[MicroBatchPolicy, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, spans = timed
+    monkeypatch.setattr(policy, "_examine", lambda *_: False)
+    policy._proof, policy._is_next_whole = object(), False  # type: ignore[assignment]
+    for is_whole, number in ((False, 1), (False, 2), (True, 2), (True, 1)):
+        batch: Any = SimpleNamespace(is_whole=is_whole, setting=Setting(number, lookahead=True))
+        policy.decide_whether_whole(batch, has_changed=False)
         policy.start_step()
         policy.end_step(SETTINGS)
-    assert spans == [(0, 1), (1, 3), (4, 5), (5, 7)]  # stamps 2, 4 and 6 are starts
+    assert [span is not None for span in spans] == [False, True, False, True]

@@ -77,10 +77,6 @@ class StepClock:
         self._end = self.stamp()
         return start, self._end
 
-    def forget_step(self) -> None:
-        """Lets the next step begin at its own start: it follows no training step."""
-        self._end = None
-
     def stamp(self) -> Any:
         """Returns a timestamp of the current moment on the host (CPU) or the current stream."""
         if self._device.type == "cpu":
@@ -132,8 +128,9 @@ class SettingChoice:
     """Assigns a setting to every batch, and finally the fastest one.
 
     A step counts for a setting if its batch, the batch before and the next batch have that setting;
-    the operations of the batch after that are small. The time of a setting is the lower quartile of
-    its steps: those held up by others are slower.
+    the operations of the batch after that are small. So three of five
+    batches count, two of the last setting in a round. The time of a setting is the lower quartile
+    of its steps, of three the fastest: those held up by others are slower.
 
     Args:
         allowed: The candidates, the simplest first.

@@ -204,6 +204,7 @@ class BatchQueue:
         self._inflights.clear()
         self._feed.forget()
         self._led.clear()
+        self._policy.forget_step()
         self._lifecycle.reset()
 
     @property

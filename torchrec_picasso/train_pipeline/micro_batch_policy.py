@@ -55,6 +55,8 @@ class MicroBatchPolicy:
         self._asked, self._lookahead = num_micro_batches, lookahead
         self._device, self._clock = device, StepClock(device)
         self._has_examined = False
+        # facts of this step: its time counts for the setting of its batch only if both hold
+        self._is_cut_as_set = self._follows_step = False
         # the first training step is whole, and so is one after forwards without backwards, which
         # leave DistributedDataParallel waiting
         self._is_next_whole = True
@@ -78,6 +80,7 @@ class MicroBatchPolicy:
         """
         self._evidence, self._proof, self._guard = evidence, None, None
         self._num_proofs = self._num_steps = 0
+        self._why_whole = None
         pipelined, why_whole = evidence.pipelined, evidence.pipelined.why_whole_batches()
         if self._asked is not None:
             if self._asked > 1 and why_whole is not None:
@@ -136,8 +139,12 @@ class MicroBatchPolicy:
 
     def train_whole_next(self) -> None:
         """Makes the next training step run on a whole batch; it follows no training step."""
-        self._is_next_whole = True
-        self._clock.forget_step()
+        self._is_next_whole, self._follows_step = True, False
+
+    def forget_step(self) -> None:
+        """Notes that the next training step follows none, so its time does not count: its rows may
+        have travelled before it, and the clock's time is that since the last training step."""
+        self._follows_step = False
 
     def start_step(self) -> None:
         """Notes the start of a step, before operations that wait for other ranks."""
@@ -156,15 +163,18 @@ class MicroBatchPolicy:
         inflight.is_whole |= self._asked is None and self._proof is None
         inflight.is_whole |= self._has_examined and bool(self.equal_rows)  # not checked yet
         self._is_next_whole = False
+        self._is_cut_as_set = not inflight.is_whole or inflight.setting.num_micro_batches == 1
 
     def end_step(self, settings: Sequence[Setting]) -> None:
         """Gives the autotuner the time of a step that worked on batches with these settings.
         Collective at some steps."""
-        span = self._clock.end_step()
-        if len(settings) == NUM_BATCHES:
+        span, follows_step = self._clock.end_step(), self._follows_step
+        self._follows_step = len(settings) == NUM_BATCHES  # the last steps before data ends do not
+        if self._follows_step:
             # a step with a proof or a comparison has no time
-            counted = None if self._has_examined else span
-            self._choice.note_step(settings, counted, self._clock, self._evidence.pipelined.pg)
+            counts = follows_step and self._is_cut_as_set and not self._has_examined
+            pg = self._evidence.pipelined.pg
+            self._choice.note_step(settings, span if counts else None, self._clock, pg)
 
     def _examine(self, inflight: InFlightBatch, has_changed: bool) -> bool:
         """Runs a proof or a comparison if one is due; returns whether any ran. Collective."""
