@@ -1,4 +1,4 @@
-"""Which steps of the trial count, and how long they last: with what ranks wait for between them."""
+"""The steps of the trial that count, and their length: with what ranks wait for between them."""
 
 from itertools import count
 from types import SimpleNamespace
