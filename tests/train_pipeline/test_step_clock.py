@@ -23,9 +23,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[MicroBatchPolicy, list[Any]]
     return policy, spans
 
 
-def _train(policy: MicroBatchPolicy, *, is_whole: bool = False, num_batches: int = 3) -> None:
-    """A step on batches in flight, in two micro-batches unless it is whole."""
-    policy._is_cut_as_set = not is_whole
+def _train(policy: MicroBatchPolicy, num_batches: int = NUM_BATCHES) -> None:
+    """A step with so many batches in flight."""
+    policy._is_cut_as_set = True
     policy.start_step()
     policy.end_step(SETTINGS[:num_batches])
 
@@ -47,7 +47,7 @@ def test_a_step_that_follows_no_training_step_does_not_count(
     policy.train_whole_next()  # an evaluation
     _train(policy)
     for num_batches in (2, 1):  # data ends
-        _train(policy, num_batches=num_batches)
+        _train(policy, num_batches)
     _train(policy)
     policy.forget_step()  # as after an exception
     _train(policy)
