@@ -26,7 +26,6 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[MicroBatchPolicy, list[Any]]
 def _train(policy: MicroBatchPolicy, num_batches: int = NUM_BATCHES) -> None:
     """A step with so many batches in flight."""
     policy._is_cut_as_set = True
-    policy.start_step()
     policy.end_step(SETTINGS[:num_batches])
 
 
@@ -36,7 +35,7 @@ def test_a_step_lasts_from_the_end_of_the_step_before(
     policy, spans = timed
     for _ in range(3):
         _train(policy)
-    assert spans == [None, (1, 3), (3, 5)]  # stamps 2 and 4 are starts
+    assert spans == [None, (0, 1), (1, 2)]
 
 
 def test_a_step_that_follows_no_training_step_does_not_count(
@@ -53,7 +52,7 @@ def test_a_step_that_follows_no_training_step_does_not_count(
     _train(policy)
     assert spans == [None] * 4
     _train(policy)
-    assert spans[-1] == (11, 13)
+    assert spans[-1] == (5, 6)
 
 
 def test_a_whole_step_does_not_count_for_micro_batches(
@@ -65,6 +64,5 @@ def test_a_whole_step_does_not_count_for_micro_batches(
     for is_whole, number in ((False, 1), (False, 2), (True, 2), (True, 1)):
         batch: Any = SimpleNamespace(is_whole=is_whole, setting=Setting(number, lookahead=True))
         policy.decide_whether_whole(batch, has_changed=False)
-        policy.start_step()
         policy.end_step(SETTINGS)
     assert [span is not None for span in spans] == [False, True, False, True]

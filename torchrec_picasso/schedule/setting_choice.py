@@ -62,20 +62,19 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start: Any = None
         self._end: Any = None
+        """Of the step before."""
 
-    def start_step(self) -> None:
-        """Notes the start of a step, before operations that wait for other ranks."""
-        self._start = self.stamp()
-
-    def end_step(self) -> tuple[Any, Any]:
-        """Returns the timestamps of a step's start and end."""
+    def end_step(self) -> tuple[Any, Any] | None:
+        """Returns the timestamps of a step's start and end; ``None`` if it follows no step."""
         # A step lasts from the end of the step before: rows arrive between steps, too, above all
         # while ranks compare the times of a run, and the next step would seem short.
-        start = self._start if self._end is None else self._end
-        self._end = self.stamp()
-        return start, self._end
+        start, self._end = self._end, self.stamp()
+        return None if start is None else (start, self._end)
+
+    def forget_step(self) -> None:
+        """Lets the next step follow none: its rows may have travelled before it."""
+        self._end = None
 
     def stamp(self) -> Any:
         """Returns a timestamp of the current moment on the host (CPU) or the current stream."""
@@ -128,9 +127,9 @@ class SettingChoice:
     """Assigns a setting to every batch, and finally the fastest one.
 
     A step counts for a setting if its batch, the batch before and the next batch have that setting;
-    the operations of the batch after that are small. So three of five
-    batches count, two of the last setting in a round. The time of a setting is the lower quartile
-    of its steps, of three the fastest: those held up by others are slower.
+    the operations of the batch after that are small. So three of five batches count, two of the
+    last setting in a round. The time of a setting is the lower quartile of its steps, of three the
+    fastest: those held up by others are slower.
 
     Args:
         allowed: The candidates, the simplest first.

@@ -167,7 +167,6 @@ class BatchQueue:
             schedule = self.schedule(*settings)
         else:
             schedule = evaluation_schedule(*settings, num_waves=self._num_waves)
-        self._policy.start_step()
         agreement = self._start_agreement()
         with self._lifecycle.in_step():
             # The operations at the head of the schedule are of later batches, need no answer of

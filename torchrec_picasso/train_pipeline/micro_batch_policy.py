@@ -55,8 +55,8 @@ class MicroBatchPolicy:
         self._asked, self._lookahead = num_micro_batches, lookahead
         self._device, self._clock = device, StepClock(device)
         self._has_examined = False
-        # facts of this step: its time counts for the setting of its batch only if both hold
-        self._is_cut_as_set = self._follows_step = False
+        self._is_cut_as_set = False
+        """Whether the batch of this step is trained as its setting says."""
         # the first training step is whole, and so is one after forwards without backwards, which
         # leave DistributedDataParallel waiting
         self._is_next_whole = True
@@ -139,16 +139,12 @@ class MicroBatchPolicy:
 
     def train_whole_next(self) -> None:
         """Makes the next training step run on a whole batch; it follows no training step."""
-        self._is_next_whole, self._follows_step = True, False
+        self._is_next_whole = True
+        self.forget_step()
 
     def forget_step(self) -> None:
-        """Notes that the next training step follows none, so its time does not count: its rows may
-        have travelled before it, and the clock's time is that since the last training step."""
-        self._follows_step = False
-
-    def start_step(self) -> None:
-        """Notes the start of a step, before operations that wait for other ranks."""
-        self._clock.start_step()
+        """Notes that the next training step follows none, so that its time does not count."""
+        self._clock.forget_step()
 
     def decide_whether_whole(self, inflight: InFlightBatch, has_changed: bool) -> None:
         """Decides before a training step whether its batch is trained whole. Collective.
@@ -168,13 +164,13 @@ class MicroBatchPolicy:
     def end_step(self, settings: Sequence[Setting]) -> None:
         """Gives the autotuner the time of a step that worked on batches with these settings.
         Collective at some steps."""
-        span, follows_step = self._clock.end_step(), self._follows_step
-        self._follows_step = len(settings) == NUM_BATCHES  # the last steps before data ends do not
-        if self._follows_step:
-            # a step with a proof or a comparison has no time
-            counts = follows_step and self._is_cut_as_set and not self._has_examined
-            pg = self._evidence.pipelined.pg
-            self._choice.note_step(settings, span if counts else None, self._clock, pg)
+        span = self._clock.end_step()
+        if len(settings) < NUM_BATCHES:
+            self.forget_step()  # data ends: the next step is of other data
+            return
+        # a step with a proof or a comparison has no time
+        counted = span if self._is_cut_as_set and not self._has_examined else None
+        self._choice.note_step(settings, counted, self._clock, self._evidence.pipelined.pg)
 
     def _examine(self, inflight: InFlightBatch, has_changed: bool) -> bool:
         """Runs a proof or a comparison if one is due; returns whether any ran. Collective."""
