@@ -159,8 +159,8 @@ def test_a_mismatch_names_both_sides() -> None:
         ("{", "does not contain curves"),
         ("[]", "does not contain curves"),
         ("[" * 100_000, r"does not contain curves \(RecursionError"),
-        ('{"format_version": 1}', "format version 1, expected 2; measure again"),
-        ('{"format_version": 2, "levels": {}, "collectives": {}}', r"curves\.levels is unknown"),
+        ('{"format_version": 2}', "format version 2, expected 3; measure again"),
+        ('{"format_version": 3, "levels": {}, "collectives": {}}', r"curves\.levels is unknown"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -139,6 +139,26 @@ def test_stock_output_its_gradient_and_a_dense_gradient_are_paged() -> None:
         assert cost.backward_ms == pytest.approx(backward_ms)
 
 
+def test_each_feature_of_a_sequence_table_costs_extra() -> None:
+    slow = dataclasses.replace(WIRE, local=LocalCosts(stock=in_all_phases(sequence_feature_us=1e3)))
+    for is_sequence in (False, True):
+        work = TableWork(load(num_features=3, is_sequence=is_sequence), world_size=2)
+        for kind in STOCK_TYPES:
+            num_phases = 2 if kind == "data_parallel" else 3  # its ids need no work
+            ms = stock_cost(kind, [work], slow, 2).compute_ms
+            assert ms == pytest.approx(3 * num_phases * is_sequence), kind
+
+
+def test_a_link_has_one_burst_for_the_exchanges_of_all_modules() -> None:
+    works = [TableWork(load(str(i)), world_size=2) for i in range(2)]
+    sent = stock_cost("table_wise", works, WIRE, 2).sent_bytes["rows"]
+    for ms, expected_ms in ((10.0, 10.0), (1.5, 2.0)):  # of all bytes at once, half of them in 1 ms
+        burst = Curve.fit([round(sent / 2), round(sent)], [1.0, ms])
+        curves = dataclasses.replace(WIRE, collectives=dict.fromkeys(WIRE.collectives, burst))
+        cost = stock_cost("table_wise", works, curves, 2, num_modules=2)
+        assert cost.forward_wire_ms == cost.backward_wire_ms == pytest.approx(expected_ms)
+
+
 def test_a_map_of_more_rows_takes_longer_for_each_row_of_sequences() -> None:
     slow = dataclasses.replace(WIRE, local=LocalCosts(stock=in_all_phases(hash_ns=100.0)))
     sequences = load(spectrum=None, is_sequence=True, num_embeddings=10**6, lookups=9000.0)

@@ -80,6 +80,7 @@ class StockTotals(Summable):
     row_elements: float = 0.0
     hashed: float = 0.0  # :func:`hashed_work` of sequences
     table_elements: float = 0.0
+    sequence_features: float = 0.0
 
     @staticmethod
     def from_table(sharding_type: str, work: TableWork) -> StockTotals:
@@ -107,6 +108,7 @@ class StockTotals(Summable):
             if load.is_sequence
             else 0.0,
             table_elements=load.num_embeddings * load.dim,
+            sequence_features=load.num_features if load.is_sequence else 0.0,
         )
 
 
@@ -161,7 +163,9 @@ def cost_of_totals(
     summed_bytes = totals.summed_elements * _WIRE_BYTES * (world_size - 1)
 
     def exchange_ms(collective: str, num_bytes: float) -> float:
-        return num_modules * curves.ms(collective, num_bytes / num_modules, world_size)
+        one_by_one = num_modules * curves.ms(collective, num_bytes / num_modules, world_size)
+        # what passes in a link's burst passes so once, not in each module's exchange
+        return max(one_by_one, curves.ms(collective, num_bytes, world_size))
 
     def outputs_ms(purpose: str, collective_of_sums: str) -> float:
         sent = {"all_to_all": vector_bytes * both_ways, collective_of_sums: summed_bytes}
@@ -209,6 +213,7 @@ def local_work(
         buffer_elements=2 * output,
         updated=totals.rows * uneven,
         hashed=totals.hashed * uneven,
+        sequence_features=totals.sequence_features,
     )
 
 

@@ -17,8 +17,9 @@ from torchrec_picasso.planner.choice import price_plan
 from torchrec_picasso.planner.home_blocks import even_blocks
 
 ASSUMED = LocalCosts().stock
-SLOW_MAP = dataclasses.replace(ASSUMED.backward, hash_ns=1e4)  # of stock's sequences
-COSTS = LocalCosts(stock=dataclasses.replace(ASSUMED, backward=SLOW_MAP))
+# of stock's sequences
+SLOW = dataclasses.replace(ASSUMED.backward, hash_ns=1e4, sequence_feature_us=1e6)
+COSTS = LocalCosts(stock=dataclasses.replace(ASSUMED, backward=SLOW))
 BATCH, LINK = 2000, CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.5, local=COSTS)
 
 

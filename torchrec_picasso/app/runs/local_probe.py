@@ -89,7 +89,7 @@ class _Probe:
 
 PROBES = (
     _Probe(tables=4, batch_size=256, dim=16, rows_per_lookup=1),
-    _Probe(tables=4, batch_size=64, dim=32, rows_per_lookup=1, ids=20, is_sequence=True),
+    _Probe(tables=20, batch_size=64, dim=16, rows_per_lookup=1, ids=5, is_sequence=True),
     _Probe(tables=4, batch_size=512, dim=32, rows_per_lookup=1, ids=20, is_sequence=True),
     _Probe(tables=100, batch_size=256, dim=16, rows_per_lookup=1),
     _Probe(tables=24, batch_size=256, dim=8, rows_per_lookup=1, packs=4),

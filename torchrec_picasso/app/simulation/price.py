@@ -176,8 +176,9 @@ class Pricing:
         in_map_T = rows_T if traffic.in_blocks else rows_T * size
         copies_T = np.ones_like(parts_T) if traffic.in_blocks else parts_T
         updated_T = rows_T * copies_T  # each shard of columns has all rows
+        features = float(sum(load.num_features for load in loads))
         return StockTotals(
-            features=sum(load.num_features for load in loads),
+            features=features,
             lookups=float(lookups_T @ copies_T),
             lookup_elements=float(lookups_T @ dims_T),
             lengths=float(bags_T @ parts_T),
@@ -186,6 +187,7 @@ class Pricing:
             rows=float(updated_T.sum()),
             row_elements=float(rows_T @ dims_T),
             hashed=float(hashed_work(updated_T, in_map_T).sum()) if traffic.is_sequence else 0.0,
+            sequence_features=features if traffic.is_sequence else 0.0,
         )
 
 
