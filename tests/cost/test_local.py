@@ -31,7 +31,7 @@ def _works(num: int) -> list[LocalWork]:
             row_elements=float(u * d),
             buffer_elements=float((n + 2 * u) * d),
             updated=float(RNG.integers(1, u + 1)),
-            sequence_features=float(RNG.integers(0, 30)),
+            hashed=float(RNG.integers(0, u + 1)) ** 1.25,
         )
         for _ in range(num)
     ]
@@ -44,9 +44,6 @@ def test_a_phase_in_three_adds_up() -> None:
     assert call_ms + lookups_ms + rows_ms == pytest.approx(cost.ms(work))
     assert cost.split_ms(dataclasses.replace(work, updated=501.0))[2] > rows_ms
     assert cost.split_ms(LocalWork(packs=2.0))[0] == cost.fixed_ms + 2 * cost.pack_ms
-    stock = LocalCosts().stock.backward
-    per_table = stock.split_ms(LocalWork(calls=0, sequence_features=2.0))
-    assert per_table == (2e-3 * stock.sequence_feature_us, 0, 0) != (0, 0, 0)
 
 
 def test_coefficients_are_found_again() -> None:
@@ -57,7 +54,7 @@ def test_coefficients_are_found_again() -> None:
         row_element_ns=3,
         paged_element_ns=2,
         update_ns=700,
-        sequence_feature_us=90,
+        hash_ns=80,
     )
     works = _works(40)
     found = PhaseCost.fit(works, [true.ms(work) for work in works])

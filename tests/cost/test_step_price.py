@@ -139,16 +139,6 @@ def test_stock_output_its_gradient_and_a_dense_gradient_are_paged() -> None:
         assert cost.backward_ms == pytest.approx(backward_ms)
 
 
-def test_each_feature_of_a_sequence_table_costs_extra() -> None:
-    slow = dataclasses.replace(WIRE, local=LocalCosts(stock=in_all_phases(sequence_feature_us=1e3)))
-    for is_sequence in (False, True):
-        work = TableWork(load(num_features=3, is_sequence=is_sequence), world_size=2)
-        for kind in STOCK_TYPES:
-            num_phases = 2 if kind == "data_parallel" else 3  # its ids need no work
-            ms = stock_cost(kind, [work], slow, 2).compute_ms
-            assert ms == pytest.approx(3 * num_phases * is_sequence), kind
-
-
 def test_a_link_has_one_burst_for_the_exchanges_of_all_modules() -> None:
     works = [TableWork(load(str(i)), world_size=2) for i in range(2)]
     sent = stock_cost("table_wise", works, WIRE, 2).sent_bytes["rows"]
@@ -159,21 +149,33 @@ def test_a_link_has_one_burst_for_the_exchanges_of_all_modules() -> None:
         assert cost.forward_wire_ms == cost.backward_wire_ms == pytest.approx(expected_ms)
 
 
-def test_a_map_of_more_rows_takes_longer_for_each_row_of_sequences() -> None:
+def test_each_further_module_waits_for_its_exchanges() -> None:
+    once = dataclasses.replace(WIRE, local=LocalCosts(stock=SideCosts(step_ms=5.0)))
+    works = [TableWork(load(str(i)), world_size=2) for i in range(3)]
+    forwards_ms = [
+        stock_cost("table_wise", works, once, 2, num_modules).forward_ms
+        for num_modules in (1, 2, 3)
+    ]
+    assert forwards_ms == pytest.approx([0, 3, 6])
+
+
+def test_a_row_of_sequences_takes_longer_the_more_rows_a_rank_has_of_them() -> None:
     slow = dataclasses.replace(WIRE, local=LocalCosts(stock=in_all_phases(hash_ns=100.0)))
+
+    def map_ms(rows: float) -> float:  # of backward alone
+        return 100 * rows**1.25 * 1e-6
+
     sequences = load(spectrum=None, is_sequence=True, num_embeddings=10**6, lookups=9000.0)
     for world_size in (2, 4):
-        works = [TableWork(sequences, world_size)] * world_size  # a table on each rank
-        rows = works[0].unique_anywhere
-        on_rank = {"row_wise": rows / world_size, "data_parallel": 0.0}  # a dense update has none
+        works = [TableWork(sequences, world_size)] * 2 * world_size  # two tables on each rank
+        rows = 2 * works[0].unique_anywhere
+        on_rank = {"column_wise": rows * world_size, "data_parallel": 0.0}  # a dense update: no map
         for kind in STOCK_TYPES:
-            ms = stock_cost(kind, works, slow, world_size).compute_ms  # of backward alone
-            updated = rows * world_size if kind == "column_wise" else rows
-            expected_ns = 100 * updated * on_rank.get(kind, rows) ** 0.5
-            assert ms == pytest.approx(expected_ns * 1e-6), kind
+            ms = stock_cost(kind, works, slow, world_size).compute_ms
+            assert ms == pytest.approx(map_ms(on_rank.get(kind, rows))), kind
         # a step waits for the rank that has the only table
         alone_ms = stock_cost("table_wise", works[:1], slow, world_size).backward_ms
-        assert alone_ms == pytest.approx(100 * rows**1.5 * 1e-6)
+        assert alone_ms == pytest.approx(map_ms(rows / 2))
         bags = TableWork(dataclasses.replace(sequences, is_sequence=False), world_size)
         assert stock_cost("table_wise", [bags], slow, world_size).backward_ms == 0
 

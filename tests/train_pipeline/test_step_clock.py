@@ -3,11 +3,13 @@
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from torchrec_picasso.schedule.schedule import NUM_BATCHES, Setting
+from torchrec_picasso.train_pipeline.batch_queue import BatchQueue
 from torchrec_picasso.train_pipeline.micro_batch_policy import MicroBatchPolicy
 
 SETTINGS = [Setting(1, lookahead=True)] * NUM_BATCHES
@@ -48,7 +50,8 @@ def test_a_step_that_follows_no_training_step_does_not_count(
     for num_batches in (2, 1):  # data ends
         _train(policy, num_batches)
     _train(policy)
-    policy.forget_step()  # as after an exception
+    queue: Any = MagicMock(_policy=policy, _inflights=[])
+    BatchQueue.clear(queue)  # by reset()
     _train(policy)
     assert spans == [None] * 4
     _train(policy)
@@ -63,6 +66,21 @@ def test_a_whole_step_does_not_count_for_micro_batches(
     policy._proof, policy._is_next_whole = object(), False  # type: ignore[assignment]
     for is_whole, number in ((False, 1), (False, 2), (True, 2), (True, 1)):
         batch: Any = SimpleNamespace(is_whole=is_whole, setting=Setting(number, lookahead=True))
+        policy.decide_whether_whole(batch, has_changed=False)
+        policy.end_step(SETTINGS)
+    assert [span is not None for span in spans] == [False, True, False, True]
+
+
+def test_a_step_with_an_examination_does_not_count(
+    timed: tuple[MicroBatchPolicy, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, spans = timed
+    examines = iter([False, False, True, False])
+    monkeypatch.setattr(policy, "_examine", lambda *_: next(examines))
+    policy._proof = SimpleNamespace(equal_rows=())  # type: ignore[assignment]
+    for _ in range(4):
+        batch: Any = SimpleNamespace(is_whole=False, setting=Setting(2, lookahead=True))
+        policy._is_next_whole = False
         policy.decide_whether_whole(batch, has_changed=False)
         policy.end_step(SETTINGS)
     assert [span is not None for span in spans] == [False, True, False, True]

@@ -29,7 +29,7 @@ PHASES = ("input_dist", "forward", "backward")
 _KEPT_BYTES = 32 << 20
 _ELEMENT_BYTES = 4
 
-_SCALES = (1.0, 1e-3, *[1e-6] * 9, 1.0, 1e-3)
+_SCALES = (1.0, 1e-3, *[1e-6] * 9, 1.0)
 """Milliseconds in the unit of each coefficient: ms, us, ns."""
 _FORWARD_SHARE = 1 / 3
 """Assumed share of forward: backward has two matrix products for each product of forward."""
@@ -51,7 +51,6 @@ class LocalWork(Summable):
     updated: float = 0.0  # home rows and replicas that the optimizer updates on this rank
     hashed: float = 0.0  # :func:`.stock.hashed_work` of stock's sequences
     packs: float = 0.0  # packs of the exchange after the first
-    sequence_features: float = 0.0  # of stock's sequence tables
 
     def terms(self) -> tuple[float, ...]:
         """Returns the factors of the coefficients of :class:`PhaseCost`, whose fields have the
@@ -77,7 +76,6 @@ class PhaseCost:
     update_ns: float = 0.0  # per updated row, for any dim
     hash_ns: float = 0.0  # per unit of ``hashed``
     pack_ms: float = 0.0  # per further pack
-    sequence_feature_us: float = 0.0  # beside ``feature_us``
 
     def ms(self, work: LocalWork) -> float:
         """Returns the milliseconds of the phase."""
@@ -87,7 +85,7 @@ class PhaseCost:
         """Returns the milliseconds per call, for lookups, and for rows; page faults count for
         lookups, because micro-batches reduce the buffers of lookups."""
         ms = {term: getattr(self, term) * x for term, x in zip(_TERMS, work.terms())}
-        call_ms = ms["fixed_ms"] + ms["feature_us"] + ms["pack_ms"] + ms["sequence_feature_us"]
+        call_ms = ms["fixed_ms"] + ms["feature_us"] + ms["pack_ms"]
         rows_ms = ms["row_ns"] + ms["row_element_ns"] + ms["update_ns"] + ms["hash_ns"]
         return call_ms, sum(ms.values()) - call_ms - rows_ms, rows_ms
 
@@ -162,8 +160,7 @@ _ASSUMED_STOCK = SideCosts(
         bag_element_ns=2.0,
         paged_element_ns=3.1,
         update_ns=600,
-        hash_ns=7,
-        sequence_feature_us=85,
+        hash_ns=80,
     ),
 )
 
@@ -214,8 +211,7 @@ _NEWER_STOCK = SideCosts(
         row_element_ns=0.37,
         paged_element_ns=1.3,
         update_ns=38,
-        hash_ns=7,
-        sequence_feature_us=85,
+        hash_ns=80,
     ),
     step_ms=4.3,
 )

@@ -15,12 +15,9 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
-
-import numpy as np
 
 from torchrec_picasso.cost.curves import CommCurves
-from torchrec_picasso.cost.local import LocalWork
+from torchrec_picasso.cost.local import PHASES, LocalWork
 from torchrec_picasso.cost.table_work import Summable, TableLoad, TableWork
 
 STOCK_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
@@ -31,7 +28,10 @@ _LENGTH_BYTES = 4
 _WIRE_BYTES = 4
 _HELD_BYTES = 16  # ids, lengths and order, per own lookup and per served one
 _MIN_COLUMNS = 4  # FBGEMM's narrowest shard
-_Number = TypeVar("_Number", float, np.ndarray)
+_HASH_GROWTH = 1.25
+_WAITS = 0.6
+"""Share of what a step costs once that each further module adds, beside its own calls: 24 tables in
+one, two and three modules took 6.5, 10.6, 13.8 ms a step (docs/dev/log.md, 2026-11-28)."""
 _DENSE_UPDATE_PASSES = 3  # over the whole table: zero, write and apply the gradient
 
 
@@ -78,9 +78,8 @@ class StockTotals(Summable):
     summed_elements: float = 0.0  # of those that are sums of all ranks' parts
     rows: float = 0.0  # distinct rows over all ranks' batches in each shard that the rank updates
     row_elements: float = 0.0
-    hashed: float = 0.0  # :func:`hashed_work` of sequences
+    sequence_rows: float = 0.0  # those of ``rows`` that are of sequences
     table_elements: float = 0.0
-    sequence_features: float = 0.0
 
     @staticmethod
     def from_table(sharding_type: str, work: TableWork) -> StockTotals:
@@ -104,27 +103,9 @@ class StockTotals(Summable):
             summed_elements=elements if is_summed else 0.0,
             rows=rows,
             row_elements=whole_rows * load.dim,
-            hashed=hashed_work(rows, rows if is_row_wise else work.unique_anywhere)
-            if load.is_sequence
-            else 0.0,
+            sequence_rows=rows if load.is_sequence else 0.0,
             table_elements=load.num_embeddings * load.dim,
-            sequence_features=load.num_features if load.is_sequence else 0.0,
         )
-
-
-def hashed_work(rows: _Number, rows_of_table: _Number) -> _Number:
-    """Returns the work of finding equal rows of sequences. FBGEMM's CPU kernel of sequences fills
-    hash maps: a row takes 0.2 to 0.4 us longer than one of bags if there are 2,000 of one table,
-    0.9 of 16,000, 1.9 of 64,000 and 3 to 4 of 256,000, about like the root of their number; 16
-    tables of 1,000 rows take 1.0 (docs/dev/log.md, 2026-11-27).
-
-    Source: FBGEMM, ``split_embedding_nobag_backward_exact_cpu_kernel``.
-
-    Args:
-        rows: Distinct rows of a table that a rank updates, mean over ranks.
-        rows_of_table: Distinct rows on a rank that has some.
-    """
-    return rows * rows_of_table**0.5
 
 
 def stock_cost(
@@ -164,7 +145,7 @@ def cost_of_totals(
 
     def exchange_ms(collective: str, num_bytes: float) -> float:
         one_by_one = num_modules * curves.ms(collective, num_bytes / num_modules, world_size)
-        # what passes in a link's burst passes so once, not in each module's exchange
+        # a link's burst carries the first bytes of a step, not those of each module's exchange
         return max(one_by_one, curves.ms(collective, num_bytes, world_size))
 
     def outputs_ms(purpose: str, collective_of_sums: str) -> float:
@@ -174,35 +155,38 @@ def cost_of_totals(
             found = dict.fromkeys(found, busiest_bytes[purpose])
         return sum(exchange_ms(*each) for each in found.items())
 
-    work = local_work(totals, uneven, world_size, num_modules)
+    works = local_works(totals, uneven, world_size, num_modules)
     if sharding_type == "data_parallel":
-        return _data_parallel(totals, replace(work, updated=0.0, hashed=0.0), curves, world_size)
+        return _data_parallel(totals, replace(works[0], updated=0.0), curves, world_size)
     ids = totals.lookups * _ID_BYTES + totals.weights * _WIRE_BYTES + totals.lengths * _LENGTH_BYTES
     ids *= to_others
     busiest_ids = ids * both_ways if busiest_bytes is None else busiest_bytes["ids"]
     # an all-to-all of splits, then one of lengths and one of values
     ids_wire_ms = exchange_ms("all_to_all", 0) + 2 * exchange_ms("all_to_all", busiest_ids / 2)
     rows = vector_bytes + summed_bytes
-    costs, without_maps = curves.local.stock, replace(work, hashed=0.0)
+    costs = curves.local.stock
+    ids_ms, forward_ms, backward_ms = (
+        getattr(costs, phase).ms(work) for phase, work in zip(PHASES, works)
+    )
     return StockCost(
-        ids_ms=costs.input_dist.ms(without_maps),
+        ids_ms=ids_ms,
         ids_wire_ms=ids_wire_ms,
-        forward_ms=costs.forward.ms(without_maps),
+        forward_ms=forward_ms + _WAITS * costs.step_ms * (num_modules - 1),
         forward_wire_ms=outputs_ms("rows", "reduce_scatter"),
-        backward_ms=costs.backward.ms(work),
+        backward_ms=backward_ms,
         backward_wire_ms=outputs_ms("gradients", "all_gather"),
         sent_bytes={"ids": ids, "rows": rows, "gradients": rows},
     )
 
 
-def local_work(
+def local_works(
     totals: StockTotals, uneven: float, world_size: int, num_modules: int = 1
-) -> LocalWork:
-    """Returns the work of the busiest rank in each phase, hash maps in backward only: costs are
-    fitted to it, and price it."""
+) -> list[LocalWork]:
+    """Returns the work of the busiest rank in each of ``PHASES``: costs are fitted to it, and price
+    it."""
     # a partial sum of every bag of all ranks is written, with rows of it here or not
     output = totals.vector_elements * uneven + totals.summed_elements * world_size
-    return LocalWork(
+    work = LocalWork(
         calls=num_modules,
         features=totals.features,
         lookups=totals.lookups * uneven,
@@ -212,9 +196,21 @@ def local_work(
         row_elements=totals.row_elements * uneven,
         buffer_elements=2 * output,
         updated=totals.rows * uneven,
-        hashed=totals.hashed * uneven,
-        sequence_features=totals.sequence_features,
     )
+    return [work, work, replace(work, hashed=hashed_work(totals.sequence_rows * uneven))]
+
+
+def hashed_work(rows: float) -> float:
+    """Returns the work of finding equal rows of sequences in backward: FBGEMM's CPU kernel puts the
+    rows of all tables into a hash map. A row takes longer than one of bags: 0.4 to 0.9 us if a rank
+    has 400 to 18,000, 1.9 us of 64,000, 3 to 4 us of 256,000 (docs/dev/log.md, 2026-11-27 and 28).
+
+    Source: FBGEMM, ``split_embedding_nobag_backward_exact_cpu_kernel``.
+
+    Args:
+        rows: Distinct rows of sequences that a rank updates.
+    """
+    return max(0.0, rows) ** _HASH_GROWTH  # a difference of sums may be -1e-9
 
 
 def marginal_stock_costs(
@@ -240,14 +236,14 @@ def marginal_stock_costs(
             )
         )
         all_tables = cost_of_totals(kind, totals, uneven, curves, world_size)
-        in_sequences = sum(own.lookups for own in each if own.hashed)
+        in_sequences = sum(own.lookups for own in each if own.sequence_rows)
         for costs, own in zip(added, each):
             own = replace(
                 own,
                 rows=rows * own.lookups,
                 row_elements=row_elements * own.lookup_elements,
-                hashed=totals.hashed * own.lookups / in_sequences
-                if own.hashed and in_sequences
+                sequence_rows=totals.sequence_rows * own.lookups / in_sequences
+                if own.sequence_rows and in_sequences
                 else 0.0,
             )
             others = cost_of_totals(kind, totals.plus(own, -1.0), uneven, curves, world_size)

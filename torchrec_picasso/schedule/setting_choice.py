@@ -63,7 +63,7 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._end: Any = None
-        """Of the step before."""
+        """Timestamp of the end of the step before."""
 
     def end_step(self) -> tuple[Any, Any] | None:
         """Returns the timestamps of a step's start and end; ``None`` if it follows no step."""
@@ -128,8 +128,8 @@ class SettingChoice:
 
     A step counts for a setting if its batch, the batch before and the next batch have that setting;
     the operations of the batch after that are small. So three of five batches count, two of the
-    last setting in a round. The time of a setting is the lower quartile of its steps, of three the
-    fastest: those held up by others are slower.
+    last setting in a round, six of the first one, which follow its warm-up. The time of a setting
+    is the lower quartile of its steps, of three the fastest: those held up by others are slower.
 
     Args:
         allowed: The candidates, the simplest first.
@@ -185,7 +185,7 @@ class SettingChoice:
         """Records a step on batches with these settings. Collective at the end of a run.
 
         ``span`` are the clock's timestamps at the beginning and the end of the step; ``None``, on
-        all ranks = the step did other work than training.
+        all ranks = the step does not count.
         """
         if self.is_settled:
             return
@@ -234,6 +234,6 @@ class SettingChoice:
         return self._time_s(setting) * (_FASTER if setting == self._first else 1.0)
 
     def _time_s(self, setting: Setting) -> float:
-        """Returns the lower quartile of the steps; of none, all of which did other work, inf."""
+        """Returns the lower quartile of the steps that counted; of none, inf."""
         steps_s = sorted(self._steps_s[setting])
         return steps_s[len(steps_s) // 4] if steps_s else math.inf

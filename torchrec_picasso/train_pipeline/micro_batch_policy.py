@@ -56,7 +56,7 @@ class MicroBatchPolicy:
         self._device, self._clock = device, StepClock(device)
         self._has_examined = False
         self._is_cut_as_set = False
-        """Whether the batch of this step is trained as its setting says."""
+        """Whether the batch of this step is trained as its setting says, if a rank can cut it."""
         # the first training step is whole, and so is one after forwards without backwards, which
         # leave DistributedDataParallel waiting
         self._is_next_whole = True

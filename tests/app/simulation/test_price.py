@@ -17,9 +17,8 @@ from torchrec_picasso.planner.choice import price_plan
 from torchrec_picasso.planner.home_blocks import even_blocks
 
 ASSUMED = LocalCosts().stock
-# of stock's sequences
-SLOW = dataclasses.replace(ASSUMED.backward, hash_ns=1e4, sequence_feature_us=1e6)
-COSTS = LocalCosts(stock=dataclasses.replace(ASSUMED, backward=SLOW))
+SLOW_MAP = dataclasses.replace(ASSUMED.backward, hash_ns=1e4)  # of stock's sequences
+COSTS = LocalCosts(stock=dataclasses.replace(ASSUMED, backward=SLOW_MAP))
 BATCH, LINK = 2000, CommCurves.assumed(2, gbytes_per_s=0.1, latency_ms=0.5, local=COSTS)
 
 
@@ -85,7 +84,8 @@ def test_uniform_ids_have_the_planners_price(num_places: int, bags: int) -> None
     for name in (*forms, "table_wise", "row_wise", "column_wise"):
         by_form = dict.fromkeys(range(2), name) if name in forms else {}
         plan = price_plan(works, by_form, {}, dict.fromkeys(range(2), name), pricer)
-        assert found[name].step.step_ms == pytest.approx(plan.step.step_ms, rel=0.05), name
+        # counted ranks are up to 4 % uneven, and maps grow faster than their rows
+        assert found[name].step.step_ms == pytest.approx(plan.step.step_ms, rel=0.06), name
         assert found[name].step.num_micro_batches == plan.step.num_micro_batches
         # masks are not expected
         sent = {key: found[name].sent_bytes.get(key, 0) for key in plan.sent_bytes}

@@ -24,7 +24,7 @@ from torchrec_picasso.app.runs.pace import Pace, times_fitting
 from torchrec_picasso.app.runs.placements import make_placement, with_form
 from torchrec_picasso.cost import hot_cold, stock
 from torchrec_picasso.cost.hot_cold import HotColdTotals
-from torchrec_picasso.cost.local import PHASES, LocalCosts, LocalWork, PhaseCost, SideCosts
+from torchrec_picasso.cost.local import LocalCosts, LocalWork, PhaseCost, SideCosts
 from torchrec_picasso.cost.stock import StockTotals
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.placement import FORMS, Form
@@ -89,7 +89,7 @@ class _Probe:
 
 PROBES = (
     _Probe(tables=4, batch_size=256, dim=16, rows_per_lookup=1),
-    _Probe(tables=20, batch_size=64, dim=16, rows_per_lookup=1, ids=5, is_sequence=True),
+    _Probe(tables=4, batch_size=64, dim=32, rows_per_lookup=1, ids=20, is_sequence=True),
     _Probe(tables=4, batch_size=512, dim=32, rows_per_lookup=1, ids=20, is_sequence=True),
     _Probe(tables=100, batch_size=256, dim=16, rows_per_lookup=1),
     _Probe(tables=24, batch_size=256, dim=8, rows_per_lookup=1, packs=4),
@@ -285,5 +285,4 @@ def _works(probe: _Probe, num_ranks: int, form: Form | None) -> Sequence[LocalWo
         return [ids, *(work.plus(hot_cold.work_on_bags(totals, uneven)) for work in others)]
     stock_totals = StockTotals.sum(StockTotals.from_table("table_wise", work) for work in works)
     # a rank's rows are those that it updates
-    work = replace(stock.local_work(stock_totals, uneven, num_ranks), rows=0.0)
-    return [replace(work, hashed=0.0)] * (len(PHASES) - 1) + [work]
+    return [replace(work, rows=0.0) for work in stock.local_works(stock_totals, uneven, num_ranks)]
