@@ -149,16 +149,6 @@ def test_a_link_has_one_burst_for_the_exchanges_of_all_modules() -> None:
         assert cost.forward_wire_ms == cost.backward_wire_ms == pytest.approx(expected_ms)
 
 
-def test_each_further_module_waits_for_its_exchanges() -> None:
-    once = dataclasses.replace(WIRE, local=LocalCosts(stock=SideCosts(step_ms=5.0)))
-    works = [TableWork(load(str(i)), world_size=2) for i in range(3)]
-    forwards_ms = [
-        stock_cost("table_wise", works, once, 2, num_modules).forward_ms
-        for num_modules in (1, 2, 3)
-    ]
-    assert forwards_ms == pytest.approx([0, 3, 6])
-
-
 def test_a_row_of_sequences_takes_longer_the_more_rows_a_rank_has_of_them() -> None:
     slow = dataclasses.replace(WIRE, local=LocalCosts(stock=in_all_phases(hash_ns=100.0)))
 
@@ -688,11 +678,13 @@ def test_hot_cold_modules_share_an_exchange_and_stock_ones_do_not() -> None:
         pricer.price([Exchange(totals=totals)], num_modules=count).compute_ms for count in (1, 2)
     )
     assert two == pytest.approx(one + 0.6 * 3.0)
-    one_exchange, two_exchanges = (
+    one_exchange, two_exchanges, three_exchanges = (
         pricer.sparse_dist(stock_cost("table_wise", [work()] * 2, curves, 2, count))
-        for count in (1, 2)
+        for count in (1, 2, 3)
     )
-    assert two_exchanges.compute_ms == pytest.approx(one_exchange.compute_ms + 3.0)
+    more_ms = 3.0 + 0.6 * 5.0  # a call, and waits
+    assert two_exchanges.compute_ms == pytest.approx(one_exchange.compute_ms + more_ms)
+    assert three_exchanges.compute_ms == pytest.approx(two_exchanges.compute_ms + more_ms)
     assert one_exchange.compute_ms == pytest.approx(3.0 + 5.0)
     free = StepPricer(network(local=LocalCosts(hot_cold=forward, stock=forward)), 2)
     for first, second in (
