@@ -131,7 +131,7 @@ class SideCosts:
 # fbgemm-gpu-cpu 1.8. The update of a stock row takes 0.6 to 0.8 us for any dim, because FBGEMM's
 # CPU kernel mixes SSE and AVX instructions. Bags had one lookup; with five lookups, elements cost
 # per bag (docs/dev/log.md, 2026-11-24): what was measured per lookup element is assumed per bag
-# element. Sequences were measured on an AMD EPYC (docs/dev/log.md, 2026-11-27).
+# element. Sequences were measured on AMD EPYCs (docs/dev/log.md, 2026-11-27, 28).
 _ASSUMED_HOT_COLD = SideCosts(
     input_dist=PhaseCost(fixed_ms=2.9, feature_us=18, lookup_ns=115, bag_lookup_ns=17, row_ns=60),
     forward=PhaseCost(
