@@ -149,25 +149,24 @@ def test_a_link_has_one_burst_for_the_exchanges_of_all_modules() -> None:
         assert cost.forward_wire_ms == cost.backward_wire_ms == pytest.approx(expected_ms)
 
 
-def test_a_row_of_sequences_takes_longer_the_more_rows_a_rank_has_of_them() -> None:
+def test_a_map_of_more_rows_takes_longer_for_each_row_of_sequences() -> None:
     slow = dataclasses.replace(WIRE, local=LocalCosts(stock=in_all_phases(hash_ns=100.0)))
-
-    def map_ms(rows: float) -> float:  # of backward alone
-        return 100 * rows**1.25 * 1e-6
-
-    sequences = load(spectrum=None, is_sequence=True, num_embeddings=10**6, lookups=9000.0)
-    for world_size in (2, 4):
-        works = [TableWork(sequences, world_size)] * 2 * world_size  # two tables on each rank
-        rows = 2 * works[0].unique_anywhere
-        on_rank = {"column_wise": rows * world_size, "data_parallel": 0.0}  # a dense update: no map
-        for kind in STOCK_TYPES:
-            ms = stock_cost(kind, works, slow, world_size).compute_ms
-            assert ms == pytest.approx(map_ms(on_rank.get(kind, rows))), kind
-        # a step waits for the rank that has the only table
-        alone_ms = stock_cost("table_wise", works[:1], slow, world_size).backward_ms
-        assert alone_ms == pytest.approx(map_ms(rows / 2))
-        bags = TableWork(dataclasses.replace(sequences, is_sequence=False), world_size)
-        assert stock_cost("table_wise", [bags], slow, world_size).backward_ms == 0
+    for lookups in (9000.0, 900.0):  # maps of a few rows take as long as one of 4,000
+        sequences = load(spectrum=None, is_sequence=True, num_embeddings=10**6, lookups=lookups)
+        for world_size in (2, 4):
+            works = [TableWork(sequences, world_size)] * world_size  # a table on each rank
+            rows = works[0].unique_anywhere
+            on_rank = {"row_wise": rows / world_size, "data_parallel": 0.0}  # a dense update: none
+            for kind in STOCK_TYPES:
+                ms = stock_cost(kind, works, slow, world_size).compute_ms  # of backward alone
+                updated = rows * world_size if kind == "column_wise" else rows
+                root = max(on_rank.get(kind, rows), 4000) ** 0.5 * (kind != "data_parallel")
+                assert ms == pytest.approx(100 * updated * root * 1e-6), kind
+            # a step waits for the rank that has the only table
+            alone_ms = stock_cost("table_wise", works[:1], slow, world_size).backward_ms
+            assert alone_ms == pytest.approx(100 * rows * max(rows, 4000) ** 0.5 * 1e-6)
+            bags = TableWork(dataclasses.replace(sequences, is_sequence=False), world_size)
+            assert stock_cost("table_wise", [bags], slow, world_size).backward_ms == 0
 
 
 def test_the_busiest_rank_of_few_tables() -> None:
@@ -678,14 +677,17 @@ def test_hot_cold_modules_share_an_exchange_and_stock_ones_do_not() -> None:
         pricer.price([Exchange(totals=totals)], num_modules=count).compute_ms for count in (1, 2)
     )
     assert two == pytest.approx(one + 0.6 * 3.0)
-    one_exchange, two_exchanges, three_exchanges = (
-        pricer.sparse_dist(stock_cost("table_wise", [work()] * 2, curves, 2, count))
-        for count in (1, 2, 3)
-    )
-    more_ms = 3.0 + 0.6 * 5.0  # a call, and waits
-    assert two_exchanges.compute_ms == pytest.approx(one_exchange.compute_ms + more_ms)
-    assert three_exchanges.compute_ms == pytest.approx(two_exchanges.compute_ms + more_ms)
+    costs_of = {n: stock_cost("table_wise", [work()] * 2, curves, 2, n) for n in (1, 2)}
+    one_exchange, two_exchanges = (pricer.sparse_dist(cost) for cost in costs_of.values())
     assert one_exchange.compute_ms == pytest.approx(3.0 + 5.0)
+    assert two_exchanges.compute_ms == pytest.approx(3.0 + 5.0 + 3.0 + 1.5)  # a call, and waits
+    another_type = stock_cost("column_wise", [work()], curves, 2)
+    three = pricer.sparse_dist(costs_of[2].plus(another_type))
+    assert three.compute_ms == pytest.approx(two_exchanges.compute_ms + 3.0 + 1.5)
+    copies = pricer.sparse_dist(costs_of[2].plus(stock_cost("data_parallel", [work()], curves, 2)))
+    assert copies.compute_ms == pytest.approx(two_exchanges.compute_ms + 3.0)  # they wait for none
+    beside = pricer.price([Exchange(totals=totals)], costs_of[1])
+    assert beside.compute_ms == pytest.approx(one + 3.0 + 1.5)
     free = StepPricer(network(local=LocalCosts(hot_cold=forward, stock=forward)), 2)
     for first, second in (
         (pricer.price([Exchange(totals=totals)]), free.price([Exchange(totals=totals)])),

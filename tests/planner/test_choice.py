@@ -15,6 +15,7 @@ from torchrec_picasso.cost.hot_cold import Exchange, Way
 from torchrec_picasso.cost.local import DenseTimes, LocalCosts
 from torchrec_picasso.cost.schedule_time import StepPrice
 from torchrec_picasso.cost.step_price import StepPricer
+from torchrec_picasso.cost.stock import StockCost
 from torchrec_picasso.cost.table_work import TableLoad, TableWork
 from torchrec_picasso.frequency.spectrum import CountSpectrum
 from torchrec_picasso.placement import FORMS, Form, FormTraits
@@ -328,6 +329,29 @@ def test_bags_are_priced_in_their_waves_and_for_the_busiest_rank(
     ]
     price_plan(alike, {0: "bags", 1: "bags"}, {}, {}, pricer(curves()))
     assert (asked["num_modules"], asked["num_bag_waves"]) == (2, 2)
+
+
+def test_stock_tables_exchange_by_module_and_sharding_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[float] = []
+    price = StepPricer.sparse_dist
+
+    def noting(own: StepPricer, cost: StockCost) -> StepPrice:
+        found.append(cost.exchanges)
+        return price(own, cost)
+
+    monkeypatch.setattr(StepPricer, "sparse_dist", noting)
+    for modules, kinds in (
+        ("aa", ("table_wise", "table_wise")),
+        ("ab", ("table_wise", "table_wise")),
+        ("aa", ("table_wise", "row_wise")),
+        ("ab", ("table_wise", "data_parallel")),
+    ):
+        works = [
+            TableWork(dataclasses.replace(pooled(name, 4, None).load, module=module), 2)
+            for name, module in zip("xy", modules)
+        ]
+        price_plan(works, {}, {}, dict(enumerate(kinds)), pricer(curves()))
+    assert found == [1, 2, 2, 1]
 
 
 @pytest.mark.parametrize(("exponent", "form"), [(0.4, "bags"), (0.6, "rows")])

@@ -38,7 +38,7 @@ LEVELS = ("inside", "across")
 """Names of the row exchanges among the ranks of each host, and among those of each place on all
 hosts, see :mod:`torchrec_picasso.exchange.by_host`."""
 
-_FORMAT_VERSION = 3  # 1 had no price of bags' lookups, 2 none of sequence tables
+_FORMAT_VERSION = 3  # 1 had no price of bags' lookups, 2 another one of sequences
 _BYTES_PER_MS_TO_GB_PER_S = 1e-6
 _ASSUMED_CORE_NS = 1.0
 """CPU time to send and receive a byte through sockets on one core of a server CPU, nanoseconds."""

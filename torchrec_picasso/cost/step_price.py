@@ -44,6 +44,10 @@ _LAYOUT_SHARE = 1 / 3
 _EXCHANGES_PER_WAVE = 2
 """Of rows or bags of the first micro-batch, and of gradients of the last; twice as many if each
 micro-batch goes by wave."""
+_WAITS = 0.5
+"""What a rank waits for others at each exchange of stock tables after a step's first one, in calls:
+24 tables in one, two and three modules took 6.5, 10.6 and 13.8 ms a step on loopback, 2.1 ms of
+each further one a call, 0.4 its messages (docs/dev/log.md, 2026-11-28)."""
 _MASK_BYTES = 1
 _FIRST_USE_EXPONENT = 0.8
 """The number of distinct rows grows about like this power of the samples."""
@@ -134,7 +138,7 @@ class StepPricer:
             by_wave = 2 if is_depth_first(setting, forwards_first) else 1
             prices.append(_longer(price, by_wave * further_ms))
         best = min(prices, key=lambda price: (price.step_ms, price.num_micro_batches))
-        return _longer(best, costs.hot_cold.step_ms)
+        return _longer(best, costs.hot_cold.step_ms + self._waits_ms(stock.exchanges))
 
     def sparse_dist(self, cost: StockCost) -> StepPrice:
         """Predicts a step under TorchRec's ``TrainPipelineSparseDist``. It sends the next batch's
@@ -148,7 +152,10 @@ class StepPricer:
         price = StepPrice(
             step_ms=wire_ms + compute_ms - hidden_ms, wire_ms=wire_ms, compute_ms=compute_ms
         )
-        return _longer(price, self.curves.local.stock.step_ms)
+        return _longer(price, self.curves.local.stock.step_ms + self._waits_ms(cost.exchanges - 1))
+
+    def _waits_ms(self, num_further: float) -> float:
+        return _WAITS * self.curves.local.stock.call_ms * max(0.0, num_further)
 
     def message(self, collective: str, num_bytes: float) -> Message | None:
         """Returns the message of a collective on one rank; ``None`` if nothing is sent."""

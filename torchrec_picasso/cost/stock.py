@@ -15,6 +15,9 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
 
 from torchrec_picasso.cost.curves import CommCurves
 from torchrec_picasso.cost.local import PHASES, LocalWork
@@ -28,10 +31,8 @@ _LENGTH_BYTES = 4
 _WIRE_BYTES = 4
 _HELD_BYTES = 16  # ids, lengths and order, per own lookup and per served one
 _MIN_COLUMNS = 4  # FBGEMM's narrowest shard
-_HASH_GROWTH = 1.25
-_WAITS = 0.6
-"""Share of what a step costs once that each further module adds, beside its own calls: 24 tables in
-one, two and three modules took 6.5, 10.6, 13.8 ms a step (docs/dev/log.md, 2026-11-28)."""
+_Number = TypeVar("_Number", float, np.ndarray)
+_SMALL_MAP = 4_000  # rows
 _DENSE_UPDATE_PASSES = 3  # over the whole table: zero, write and apply the gradient
 
 
@@ -45,6 +46,7 @@ class StockCost(Summable):
     forward_wire_ms: float = 0.0  # exchange of rows
     backward_ms: float = 0.0  # gradients of rows, and the update
     backward_wire_ms: float = 0.0  # exchange of gradients
+    exchanges: float = 0.0  # modules, times sharding types, that exchange rows
     sent_bytes: Mapping[str, float] = field(default_factory=dict)
     """Bytes that a rank sends, by purpose; mean over ranks."""
 
@@ -78,7 +80,7 @@ class StockTotals(Summable):
     summed_elements: float = 0.0  # of those that are sums of all ranks' parts
     rows: float = 0.0  # distinct rows over all ranks' batches in each shard that the rank updates
     row_elements: float = 0.0
-    sequence_rows: float = 0.0  # those of ``rows`` that are of sequences
+    hashed: float = 0.0  # :func:`hashed_work` of sequences
     table_elements: float = 0.0
 
     @staticmethod
@@ -103,9 +105,26 @@ class StockTotals(Summable):
             summed_elements=elements if is_summed else 0.0,
             rows=rows,
             row_elements=whole_rows * load.dim,
-            sequence_rows=rows if load.is_sequence else 0.0,
+            hashed=hashed_work(rows, rows if is_row_wise else work.unique_anywhere)
+            if load.is_sequence
+            else 0.0,
             table_elements=load.num_embeddings * load.dim,
         )
+
+
+def hashed_work(rows: _Number, rows_of_table: _Number) -> _Number:
+    """Returns the work of finding equal rows of sequences. FBGEMM's CPU kernel of sequences fills
+    hash maps: a row takes about 0.45 us longer than one of bags in tables of up to 4,000 rows, 0.9
+    of 16,000, 1.9 of 64,000 and 3 to 4 of 256,000, about like the root of their number
+    (docs/dev/log.md, 2026-11-27 and 28).
+
+    Source: FBGEMM, ``split_embedding_nobag_backward_exact_cpu_kernel``.
+
+    Args:
+        rows: Distinct rows of a table that a rank updates, mean over ranks.
+        rows_of_table: Distinct rows on a rank that has some.
+    """
+    return rows * np.maximum(rows_of_table, _SMALL_MAP) ** 0.5
 
 
 def stock_cost(
@@ -171,10 +190,11 @@ def cost_of_totals(
     return StockCost(
         ids_ms=ids_ms,
         ids_wire_ms=ids_wire_ms,
-        forward_ms=forward_ms + _WAITS * costs.step_ms * (num_modules - 1),
+        forward_ms=forward_ms,
         forward_wire_ms=outputs_ms("rows", "reduce_scatter"),
         backward_ms=backward_ms,
         backward_wire_ms=outputs_ms("gradients", "all_gather"),
+        exchanges=num_modules if world_size > 1 else 0,
         sent_bytes={"ids": ids, "rows": rows, "gradients": rows},
     )
 
@@ -197,20 +217,7 @@ def local_works(
         buffer_elements=2 * output,
         updated=totals.rows * uneven,
     )
-    return [work, work, replace(work, hashed=hashed_work(totals.sequence_rows * uneven))]
-
-
-def hashed_work(rows: float) -> float:
-    """Returns the work of finding equal rows of sequences in backward: FBGEMM's CPU kernel puts the
-    rows of all tables into a hash map. A row takes longer than one of bags: 0.4 to 0.9 us if a rank
-    has 400 to 18,000, 1.9 us of 64,000, 3 to 4 us of 256,000 (docs/dev/log.md, 2026-11-27 and 28).
-
-    Source: FBGEMM, ``split_embedding_nobag_backward_exact_cpu_kernel``.
-
-    Args:
-        rows: Distinct rows of sequences that a rank updates.
-    """
-    return max(0.0, rows) ** _HASH_GROWTH  # a difference of sums may be -1e-9
+    return [work, work, replace(work, hashed=totals.hashed * uneven)]
 
 
 def marginal_stock_costs(
@@ -236,14 +243,14 @@ def marginal_stock_costs(
             )
         )
         all_tables = cost_of_totals(kind, totals, uneven, curves, world_size)
-        in_sequences = sum(own.lookups for own in each if own.sequence_rows)
+        in_sequences = sum(own.lookups for own in each if own.hashed)
         for costs, own in zip(added, each):
             own = replace(
                 own,
                 rows=rows * own.lookups,
                 row_elements=row_elements * own.lookup_elements,
-                sequence_rows=totals.sequence_rows * own.lookups / in_sequences
-                if own.sequence_rows and in_sequences
+                hashed=totals.hashed * own.lookups / in_sequences
+                if own.hashed and in_sequences
                 else 0.0,
             )
             others = cost_of_totals(kind, totals.plus(own, -1.0), uneven, curves, world_size)

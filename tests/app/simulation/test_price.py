@@ -84,8 +84,7 @@ def test_uniform_ids_have_the_planners_price(num_places: int, bags: int) -> None
     for name in (*forms, "table_wise", "row_wise", "column_wise"):
         by_form = dict.fromkeys(range(2), name) if name in forms else {}
         plan = price_plan(works, by_form, {}, dict.fromkeys(range(2), name), pricer)
-        # counted ranks are up to 4 % uneven, and maps grow faster than their rows
-        assert found[name].step.step_ms == pytest.approx(plan.step.step_ms, rel=0.06), name
+        assert found[name].step.step_ms == pytest.approx(plan.step.step_ms, rel=0.05), name
         assert found[name].step.num_micro_batches == plan.step.num_micro_batches
         # masks are not expected
         sent = {key: found[name].sent_bytes.get(key, 0) for key in plan.sent_bytes}

@@ -26,6 +26,7 @@ from torchrec_picasso.cost.stock import (
     StockCost,
     StockTotals,
     cost_of_totals,
+    hashed_work,
     over_mean,
 )
 from torchrec_picasso.errors import PlanError
@@ -172,6 +173,7 @@ class Pricing:
         rows_T = (cluster.sums_T["new_hot"] + cluster.sums_T["new_cold"])[tables_n] / size
         bags_T = np.array([load.bags for load in loads])
         elements = float((lookups_T if traffic.is_sequence else bags_T) @ dims_T)
+        in_map_T = rows_T if traffic.in_blocks else rows_T * size
         copies_T = np.ones_like(parts_T) if traffic.in_blocks else parts_T
         updated_T = rows_T * copies_T  # each shard of columns has all rows
         return StockTotals(
@@ -183,7 +185,7 @@ class Pricing:
             summed_elements=elements if traffic.is_summed else 0.0,
             rows=float(updated_T.sum()),
             row_elements=float(rows_T @ dims_T),
-            sequence_rows=float(updated_T.sum()) if traffic.is_sequence else 0.0,
+            hashed=float(hashed_work(updated_T, in_map_T).sum()) if traffic.is_sequence else 0.0,
         )
 
 
