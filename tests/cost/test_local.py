@@ -31,7 +31,7 @@ def _works(num: int) -> list[LocalWork]:
             row_elements=float(u * d),
             buffer_elements=float((n + 2 * u) * d),
             updated=float(RNG.integers(1, u + 1)),
-            hashed=float(RNG.integers(0, u + 1)) ** 1.25,
+            hashed=float(RNG.integers(0, u + 1)),
         )
         for _ in range(num)
     ]

@@ -22,6 +22,7 @@ from torchrec_picasso.cost.schedule_time import Message, StepPrice
 from torchrec_picasso.cost.step_price import StepPricer, chunk_shares, micro_batch_shares
 from torchrec_picasso.cost.stock import (
     STOCK_TYPES,
+    StockCost,
     StockTotals,
     cost_of_totals,
     data_parallel_bytes,
@@ -677,17 +678,12 @@ def test_hot_cold_modules_share_an_exchange_and_stock_ones_do_not() -> None:
         pricer.price([Exchange(totals=totals)], num_modules=count).compute_ms for count in (1, 2)
     )
     assert two == pytest.approx(one + 0.6 * 3.0)
-    costs_of = {n: stock_cost("table_wise", [work()] * 2, curves, 2, n) for n in (1, 2)}
-    one_exchange, two_exchanges = (pricer.sparse_dist(cost) for cost in costs_of.values())
+    one_exchange, two_exchanges = (
+        pricer.sparse_dist(stock_cost("table_wise", [work()] * 2, curves, 2, count))
+        for count in (1, 2)
+    )
+    assert two_exchanges.compute_ms == pytest.approx(one_exchange.compute_ms + 3.0 + 1.5)
     assert one_exchange.compute_ms == pytest.approx(3.0 + 5.0)
-    assert two_exchanges.compute_ms == pytest.approx(3.0 + 5.0 + 3.0 + 1.5)  # a call, and waits
-    another_type = stock_cost("column_wise", [work()], curves, 2)
-    three = pricer.sparse_dist(costs_of[2].plus(another_type))
-    assert three.compute_ms == pytest.approx(two_exchanges.compute_ms + 3.0 + 1.5)
-    copies = pricer.sparse_dist(costs_of[2].plus(stock_cost("data_parallel", [work()], curves, 2)))
-    assert copies.compute_ms == pytest.approx(two_exchanges.compute_ms + 3.0)  # they wait for none
-    beside = pricer.price([Exchange(totals=totals)], costs_of[1])
-    assert beside.compute_ms == pytest.approx(one + 3.0 + 1.5)
     free = StepPricer(network(local=LocalCosts(hot_cold=forward, stock=forward)), 2)
     for first, second in (
         (pricer.price([Exchange(totals=totals)]), free.price([Exchange(totals=totals)])),
@@ -696,6 +692,33 @@ def test_hot_cold_modules_share_an_exchange_and_stock_ones_do_not() -> None:
         assert first.step_ms == pytest.approx(second.step_ms + 5.0)
     # a splits, a lengths, a values, a rows and a gradients message more
     assert two_exchanges.wire_ms == pytest.approx(one_exchange.wire_ms + 5 * 0.3)
+
+
+@pytest.mark.parametrize(("call_ms", "step_ms"), [(3.0, 8.0), (8.0, 3.0)])
+def test_each_further_exchange_of_stock_tables_has_waits(call_ms: float, step_ms: float) -> None:
+    local = LocalCosts(
+        stock=SideCosts(forward=PhaseCost(fixed_ms=call_ms), step_ms=step_ms),
+        hot_cold=SideCosts(forward=PhaseCost(fixed_ms=1.0)),
+    )
+    pricer = StepPricer(network(local=local), 2)
+
+    def cost(kind: str, num_modules: int = 1) -> StockCost:
+        return stock_cost(kind, [work()], pricer.curves, 2, num_modules)
+
+    once_ms, more_ms = call_ms + step_ms, call_ms + 1.5
+    for stock, expected_ms in (
+        (cost("table_wise"), once_ms),
+        (cost("table_wise", 3), once_ms + 2 * more_ms),
+        (cost("table_wise").plus(cost("column_wise")), once_ms + more_ms),
+        (cost("table_wise").plus(cost("data_parallel")), once_ms + call_ms),
+        (cost("data_parallel"), once_ms),
+    ):
+        assert pricer.sparse_dist(stock).compute_ms == pytest.approx(expected_ms)
+    ours = [Exchange(totals=HotColdTotals.from_table(work(), 0))]
+    beside = pricer.price(ours, cost("table_wise")).compute_ms
+    assert beside == pytest.approx(pricer.price(ours).compute_ms + more_ms)
+    alone = stock_cost("table_wise", [work()], pricer.curves, 1, num_modules=2)
+    assert StepPricer(pricer.curves, 1).sparse_dist(alone).compute_ms == once_ms + call_ms
 
 
 def test_each_further_pack_and_each_wave_has_its_price() -> None:

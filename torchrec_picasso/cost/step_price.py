@@ -45,9 +45,11 @@ _EXCHANGES_PER_WAVE = 2
 """Of rows or bags of the first micro-batch, and of gradients of the last; twice as many if each
 micro-batch goes by wave."""
 _WAITS = 0.5
-"""What a rank waits for others at each exchange of stock tables after a step's first one, in calls:
-24 tables in one, two and three modules took 6.5, 10.6 and 13.8 ms a step on loopback, 2.1 ms of
-each further one a call, 0.4 its messages (docs/dev/log.md, 2026-11-28)."""
+"""What each exchange of stock tables after a step's first one adds beside its call and messages, in
+calls: 24 tables in one, two and three modules took 6.5, 10.6 and 13.8 ms a step on loopback with a
+core per rank, of which each further call had 2.1 and its messages 0.4 (docs/dev/log.md,
+2026-11-28). Waits should be shorter with more cores, so it is at most that share of what
+calibration found a step to cost once."""
 _MASK_BYTES = 1
 _FIRST_USE_EXPONENT = 0.8
 """The number of distinct rows grows about like this power of the samples."""
@@ -155,7 +157,8 @@ class StepPricer:
         return _longer(price, self.curves.local.stock.step_ms + self._waits_ms(cost.exchanges - 1))
 
     def _waits_ms(self, num_further: float) -> float:
-        return _WAITS * self.curves.local.stock.call_ms * max(0.0, num_further)
+        costs = self.curves.local.stock
+        return _WAITS * min(costs.call_ms, costs.step_ms) * max(0.0, num_further)
 
     def message(self, collective: str, num_bytes: float) -> Message | None:
         """Returns the message of a collective on one rank; ``None`` if nothing is sent."""

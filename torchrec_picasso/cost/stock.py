@@ -105,7 +105,7 @@ class StockTotals(Summable):
             summed_elements=elements if is_summed else 0.0,
             rows=rows,
             row_elements=whole_rows * load.dim,
-            hashed=hashed_work(rows, rows if is_row_wise else work.unique_anywhere)
+            hashed=float(hashed_work(rows, rows if is_row_wise else work.unique_anywhere))
             if load.is_sequence
             else 0.0,
             table_elements=load.num_embeddings * load.dim,
@@ -114,8 +114,8 @@ class StockTotals(Summable):
 
 def hashed_work(rows: _Number, rows_of_table: _Number) -> _Number:
     """Returns the work of finding equal rows of sequences. FBGEMM's CPU kernel of sequences fills
-    hash maps: a row takes about 0.45 us longer than one of bags in tables of up to 4,000 rows, 0.9
-    of 16,000, 1.9 of 64,000 and 3 to 4 of 256,000, about like the root of their number
+    hash maps: a row takes 0.4 to 0.7 us longer than one of bags in small tables, 0.9 in one of
+    16,000 rows, 1.9 of 64,000 and 3 to 4 of 256,000, about like the root of their number
     (docs/dev/log.md, 2026-11-27 and 28).
 
     Source: FBGEMM, ``split_embedding_nobag_backward_exact_cpu_kernel``.
@@ -164,7 +164,7 @@ def cost_of_totals(
 
     def exchange_ms(collective: str, num_bytes: float) -> float:
         one_by_one = num_modules * curves.ms(collective, num_bytes / num_modules, world_size)
-        # a link's burst carries the first bytes of a step, not those of each module's exchange
+        # a link's burst carries the first bytes only, not those of each module
         return max(one_by_one, curves.ms(collective, num_bytes, world_size))
 
     def outputs_ms(purpose: str, collective_of_sums: str) -> float:
