@@ -694,7 +694,7 @@ def test_hot_cold_modules_share_an_exchange_and_stock_ones_do_not() -> None:
     assert two_exchanges.wire_ms == pytest.approx(one_exchange.wire_ms + 5 * 0.3)
 
 
-@pytest.mark.parametrize(("call_ms", "step_ms"), [(3.0, 8.0), (8.0, 3.0)])
+@pytest.mark.parametrize(("call_ms", "step_ms"), [(3.0, 8.0), (8.0, 3.0), (3.0, 0.0)])
 def test_each_further_exchange_of_stock_tables_has_waits(call_ms: float, step_ms: float) -> None:
     local = LocalCosts(
         stock=SideCosts(forward=PhaseCost(fixed_ms=call_ms), step_ms=step_ms),
@@ -705,7 +705,7 @@ def test_each_further_exchange_of_stock_tables_has_waits(call_ms: float, step_ms
     def cost(kind: str, num_modules: int = 1) -> StockCost:
         return stock_cost(kind, [work()], pricer.curves, 2, num_modules)
 
-    once_ms, more_ms = call_ms + step_ms, call_ms + 1.5
+    once_ms, more_ms = call_ms + step_ms, call_ms + 0.5 * min(call_ms, step_ms)
     for stock, expected_ms in (
         (cost("table_wise"), once_ms),
         (cost("table_wise", 3), once_ms + 2 * more_ms),
@@ -715,10 +715,13 @@ def test_each_further_exchange_of_stock_tables_has_waits(call_ms: float, step_ms
     ):
         assert pricer.sparse_dist(stock).compute_ms == pytest.approx(expected_ms)
     ours = [Exchange(totals=HotColdTotals.from_table(work(), 0))]
-    beside = pricer.price(ours, cost("table_wise")).compute_ms
-    assert beside == pytest.approx(pricer.price(ours).compute_ms + more_ms)
-    alone = stock_cost("table_wise", [work()], pricer.curves, 1, num_modules=2)
-    assert StepPricer(pricer.curves, 1).sparse_dist(alone).compute_ms == once_ms + call_ms
+    alone_ms = pricer.price(ours).compute_ms
+    for count in (1, 2):
+        beside = pricer.price(ours, cost("table_wise", count))
+        assert beside.compute_ms == pytest.approx(alone_ms + count * more_ms)
+    one_rank = stock_cost("table_wise", [work()], pricer.curves, 1, num_modules=2)
+    found = StepPricer(pricer.curves, 1).sparse_dist(one_rank)
+    assert found.compute_ms == pytest.approx(once_ms + call_ms)
 
 
 def test_each_further_pack_and_each_wave_has_its_price() -> None:

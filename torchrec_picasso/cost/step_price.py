@@ -46,10 +46,9 @@ _EXCHANGES_PER_WAVE = 2
 micro-batch goes by wave."""
 _WAITS = 0.5
 """What each exchange of stock tables after a step's first one adds beside its call and messages, in
-calls: 24 tables in one, two and three modules took 6.5, 10.6 and 13.8 ms a step on loopback with a
-core per rank, of which each further call had 2.1 and its messages 0.4 (docs/dev/log.md,
-2026-11-28). With more cores waits should be shorter, and so what calibration finds a step to cost
-once, of which this is at most the same share."""
+calls; at most this share of ``step_ms``, too. 24 tables in one, two and three modules took 6.5,
+10.6 and 13.8 ms a step on loopback with a core per rank, of which each further call had 2.1 and its
+messages 0.4 (docs/dev/log.md, 2026-11-28)."""
 _MASK_BYTES = 1
 _FIRST_USE_EXPONENT = 0.8
 """The number of distinct rows grows about like this power of the samples."""

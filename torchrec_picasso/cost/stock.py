@@ -114,7 +114,7 @@ class StockTotals(Summable):
 
 def hashed_work(rows: _Number, rows_of_table: _Number) -> _Number:
     """Returns the work of finding equal rows of sequences. FBGEMM's CPU kernel of sequences fills
-    hash maps: a row takes 0.4 to 0.7 us longer than one of bags in small tables, 0.9 in one of
+    hash maps: a row takes 0.4 to 0.8 us longer than one of bags in small tables, 0.9 in one of
     16,000 rows, 1.9 of 64,000 and 3 to 4 of 256,000, about like the root of their number
     (docs/dev/log.md, 2026-11-27 and 28).
 
@@ -164,7 +164,7 @@ def cost_of_totals(
 
     def exchange_ms(collective: str, num_bytes: float) -> float:
         one_by_one = num_modules * curves.ms(collective, num_bytes / num_modules, world_size)
-        # a link's burst carries the first bytes only, not those of each module
+        # a link's burst carries the first bytes of all, not those of each module
         return max(one_by_one, curves.ms(collective, num_bytes, world_size))
 
     def outputs_ms(purpose: str, collective_of_sums: str) -> float:
