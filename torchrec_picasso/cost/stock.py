@@ -32,7 +32,7 @@ _WIRE_BYTES = 4
 _HELD_BYTES = 16  # ids, lengths and order, per own lookup and per served one
 _MIN_COLUMNS = 4  # FBGEMM's narrowest shard
 _Number = TypeVar("_Number", float, np.ndarray)
-_SMALL_MAP = 4_000  # rows
+_SMALL_MAP = 4_000  # rows; those of a smaller map take as long each
 _DENSE_UPDATE_PASSES = 3  # over the whole table: zero, write and apply the gradient
 
 
@@ -46,7 +46,7 @@ class StockCost(Summable):
     forward_wire_ms: float = 0.0  # exchange of rows
     backward_ms: float = 0.0  # gradients of rows, and the update
     backward_wire_ms: float = 0.0  # exchange of gradients
-    exchanges: float = 0.0  # modules, times sharding types, that exchange rows
+    exchanges: float = 0.0  # of rows: one for each module and sharding type
     sent_bytes: Mapping[str, float] = field(default_factory=dict)
     """Bytes that a rank sends, by purpose; mean over ranks."""
 
