@@ -11,14 +11,15 @@ micro-batches, with the one beside it, or with none, as if a plan had said so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from torchrec_picasso.schedule.schedule import Setting
-from torchrec_picasso.schedule.setting_choice import SettingChoice, candidates
+from torchrec_picasso.schedule.setting_choice import SettingChoice, TimedStep, candidates
 
 NOISES = (0.03, 0.05, 0.10)
 """Noise of a step's time, as a share of it."""
@@ -94,18 +95,20 @@ class PaperClock:
     def __init__(self) -> None:
         self.num_readings = 0
 
-    def seconds(self, spans: Sequence[tuple[float, float]], pg: Any) -> list[float]:
-        """Seconds of each span."""
+    def read(self, steps: Sequence[TimedStep], pg: Any) -> list[tuple[float, float]]:
+        """Seconds of each step, and its samples."""
         self.num_readings += 1
-        return [end - start for start, end in spans]
+        return [(step.span[1] - step.span[0], step.num_samples) for step in steps]
 
 
 def settle(
     choice: SettingChoice,
     step_s: Callable[[Setting], float],
     clock: PaperClock | None = None,
+    samples: Iterable[int] | None = None,
 ) -> int:
-    """Trains on paper until a choice is made, three batches in flight.
+    """Trains on paper until a choice is made, three batches in flight; ``samples`` are those of
+    each step, of one by default.
 
     Returns:
         Steps.
@@ -113,9 +116,9 @@ def settle(
     timer: Any = clock or PaperClock()
     one_rank: Any = None
     in_flight = [Setting(1, choice.current.lookahead)] * 3  # nothing is proved yet
-    for step in range(1, 1000):
+    for step, num in zip(range(1, 1000), samples or repeat(1)):
         span = 0.0, step_s(in_flight[0])
-        choice.note_step(in_flight, span, timer, one_rank)
+        choice.note_step(in_flight, span, num, timer, one_rank)
         if choice.is_settled:
             return step
         in_flight = [*in_flight[1:], choice.current]

@@ -1,6 +1,7 @@
 """The choice of micro-batches and lookahead: near the fastest, the same on all ranks, exact."""
 
 import dataclasses
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,35 @@ def test_a_disturbance_of_many_steps_does_not_decide() -> None:
 
         settle(choice, step_s)
         assert choice.current.num_micro_batches == 4, begin
+
+
+def test_a_short_batch_does_not_decide() -> None:
+    """Every seventh batch is the last of an epoch, a third of the others' samples, at half a step's
+    time; a batch of no sample at all says nothing."""
+    for begin, short in product(range(7), (100, 0)):
+        choice = SettingChoice(candidates(None, True), 2)
+        sizes = [short if (step + begin) % 7 == 0 else 300 for step in range(200)]
+        steps = iter(sizes)
+
+        def step_s(setting: Setting, steps: Any = steps) -> float:
+            away = abs(PIECES.index(setting.num_micro_batches) - PIECES.index(4))
+            return (1 + 0.25 * away) * (1.0 if next(steps) == 300 else 0.5)
+
+        settle(choice, step_s, samples=sizes)
+        assert choice.current.num_micro_batches == 4, begin
+        assert "4 micro-batches with lookahead: 1000 ms" in str(choice)
+
+
+def test_a_trial_of_steps_that_do_not_count_has_chosen_nothing() -> None:
+    choice, clock, one_rank = SettingChoice(candidates(None, True), 2), PaperClock(), None
+    assert choice.chosen is None
+    while not choice.is_settled:
+        choice.note_step([choice.current] * 3, None, 1, clock, one_rank)  # type: ignore[arg-type]
+    assert choice.current == Setting(2, lookahead=True)  # as the plan says
+    assert choice.chosen is None
+    choice.settle_on(Setting(4, lookahead=True))
+    assert choice.chosen == Setting(4, lookahead=True)
+    assert SettingChoice(candidates(4, True)).chosen == Setting(4, lookahead=True)
 
 
 def test_a_slow_warm_up_does_not_decide() -> None:

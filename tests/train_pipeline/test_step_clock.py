@@ -28,7 +28,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[MicroBatchPolicy, list[Any]]
 def _train(policy: MicroBatchPolicy, num_batches: int = NUM_BATCHES) -> None:
     """A step with so many batches in flight."""
     policy._is_cut_as_set = True
-    policy.end_step(SETTINGS[:num_batches])
+    policy.end_step(SETTINGS[:num_batches], 8)
 
 
 def test_a_step_lasts_from_the_end_of_the_step_before(
@@ -67,7 +67,7 @@ def test_a_whole_step_does_not_count_for_micro_batches(
     for is_whole, number in ((False, 1), (False, 2), (True, 2), (True, 1)):
         batch: Any = SimpleNamespace(is_whole=is_whole, setting=Setting(number, lookahead=True))
         policy.decide_whether_whole(batch, has_changed=False)
-        policy.end_step(SETTINGS)
+        policy.end_step(SETTINGS, 8)
     assert [span is not None for span in spans] == [False, True, False, True]
 
 
@@ -82,5 +82,5 @@ def test_a_step_with_an_examination_does_not_count(
         batch: Any = SimpleNamespace(is_whole=False, setting=Setting(2, lookahead=True))
         policy._is_next_whole = False
         policy.decide_whether_whole(batch, has_changed=False)
-        policy.end_step(SETTINGS)
+        policy.end_step(SETTINGS, 8)
     assert [span is not None for span in spans] == [False, True, False, True]

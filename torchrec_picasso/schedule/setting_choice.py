@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -50,6 +51,21 @@ def pieces_for(num_samples: int) -> tuple[int, ...]:
     """Returns the numbers of micro-batches that may be fastest, ascending. ``num_samples`` are
     those of the largest batch of a rank."""
     return tuple(k for k in NUM_MICRO_BATCHES if k == 1 or num_samples >= _FEWEST_SAMPLES * k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedStep:
+    """A step that counts.
+
+    Args:
+        setting: Setting of its batch.
+        num_samples: Samples of this rank's batch.
+        span: The clock's timestamps of its start and end.
+    """
+
+    setting: Setting
+    num_samples: int
+    span: tuple[Any, Any]
 
 
 class StepClock:
@@ -84,20 +100,22 @@ class StepClock:
         event.record(torch.get_device_module(self._device).current_stream())
         return event
 
-    def seconds(self, spans: Sequence[tuple[Any, Any]], pg: dist.ProcessGroup) -> list[float]:
-        """Returns the seconds of each span on its slowest rank, and waits for the last. Collective.
-        A span is a pair of timestamps. All ranks get equal times."""
+    def read(self, steps: Sequence[TimedStep], pg: dist.ProcessGroup) -> list[tuple[float, float]]:
+        """Returns of each step its seconds on the slowest rank and the samples of the largest
+        batch, and waits for the last step. Collective. All ranks get equal numbers."""
+        spans = [step.span for step in steps]
         if self._device.type == "cpu":
             times = [end - start for start, end in spans]
         else:
             # spans ascend in time, so all earlier events are complete as well
             spans[-1][1].synchronize()
             times = [start.elapsed_time(end) / 1e3 for start, end in spans]
-        times_s = torch.tensor(times)
+        most_2S = torch.tensor([times, [float(step.num_samples) for step in steps]])
         if pg.size() > 1:
-            times_s = times_s.to(self._device)
-            dist.all_reduce(times_s, dist.ReduceOp.MAX, group=pg)
-        return times_s.tolist()
+            most_2S = most_2S.to(self._device)
+            dist.all_reduce(most_2S, dist.ReduceOp.MAX, group=pg)
+        times_S, samples_S = most_2S.tolist()
+        return list(zip(times_S, samples_S))
 
 
 def candidates(
@@ -128,8 +146,9 @@ class SettingChoice:
 
     A step counts for a setting if its batch, the batch before and the next batch have that setting;
     the operations of the batch after that are small. So three of five batches count, two of the
-    last setting in a round, six of the first one, which follow its warm-up. The time of a setting
-    is the lower quartile of its steps, of three the fastest: those held up by others are slower.
+    last setting in a round, six of the first one, which follow its warm-up. Steps are compared by
+    their time per sample, as batches differ. The time of a setting is the lower quartile of its
+    steps, of three the fastest: those held up by others are slower.
 
     Args:
         allowed: The candidates, the simplest first.
@@ -146,10 +165,12 @@ class SettingChoice:
         number = first if first in numbers else numbers[:2][-1]
         self._first = Setting(number, any(each.lookahead for each in allowed))
         self._steps_s: dict[Setting, list[float]] = {setting: [] for setting in allowed}
+        """Seconds per sample of the steps that counted."""
+        self._most_samples = 1.0
         self._rivals = sorted(allowed, key=lambda setting: setting != self._first)
         self._before: Setting | None = None
         self._runs = self._rounds()
-        self._spans: list[tuple[Setting, tuple[Any, Any]]] = []
+        self._run: list[TimedStep] = []
         self._known: Setting | None = None
         self.current = self.allowed[0]
         """The setting of the next batch."""
@@ -166,8 +187,17 @@ class SettingChoice:
         if not found or self._known is not None:
             known = ", as an earlier run chose" if self.current == self._known else ""
             return f"{self.current}{known}"
-        times = ", ".join(f"{each}: {1e3 * self._time_s(each):.0f} ms" for each in found)
+        scale = 1e3 * self._most_samples
+        times = ", ".join(f"{each}: {scale * self._time_s(each):.0f} ms" for each in found)
         return f"{self.current}; the fastest of {times}"
+
+    @property
+    def chosen(self) -> Setting | None:
+        """The setting of all further batches; ``None`` before it is chosen, or if a trial ended in
+        which no step counted."""
+        is_found = len(self.allowed) == 1 or self.current == self._known
+        is_found |= any(self._steps_s.values())
+        return self.current if self.is_settled and is_found else None
 
     def settle_on(self, setting: Setting | None) -> None:
         """Adopts the setting of an earlier run, if it is a candidate, without a trial."""
@@ -179,30 +209,31 @@ class SettingChoice:
         self,
         settings: Sequence[Setting],
         span: tuple[Any, Any] | None,
+        num_samples: int,
         clock: StepClock,
         pg: dist.ProcessGroup,
     ) -> None:
         """Records a step on batches with these settings. Collective at the end of a run.
 
         ``span`` are the clock's timestamps at the beginning and the end of the step; ``None``, on
-        all ranks = the step does not count.
+        all ranks = the step does not count. ``num_samples`` are those of this rank's batch.
         """
         if self.is_settled:
             return
         if span is not None and {self._before, *settings[:2]} == {settings[0]}:
-            self._spans.append((settings[0], span))
+            self._run.append(TimedStep(setting=settings[0], num_samples=num_samples, span=span))
         self._before = settings[0]
         self._batches_left -= 1
         if self._batches_left:
             return
-        if self._spans:
+        if self._run:
             # all ranks compare the same times
-            times_s = clock.seconds([span for _, span in self._spans], pg)
-            for (setting, _), time_s in zip(self._spans, times_s):
+            for step, (time_s, num) in zip(self._run, clock.read(self._run, pg)):
                 # in-flight batches from before the trial may have another setting
-                if setting in self._steps_s:
-                    self._steps_s[setting].append(time_s)
-            self._spans = []
+                if step.setting in self._steps_s and num:
+                    self._steps_s[step.setting].append(time_s / num)
+                    self._most_samples = max(self._most_samples, num)
+            self._run = []
         self._start_run()
 
     def _start_run(self) -> None:
@@ -234,6 +265,6 @@ class SettingChoice:
         return self._time_s(setting) * (_FASTER if setting == self._first else 1.0)
 
     def _time_s(self, setting: Setting) -> float:
-        """Returns the lower quartile of the steps that counted; of none, inf."""
+        """Returns the lower quartile per sample of the steps that counted; of none, inf."""
         steps_s = sorted(self._steps_s[setting])
         return steps_s[len(steps_s) // 4] if steps_s else math.inf

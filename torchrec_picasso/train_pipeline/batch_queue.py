@@ -189,7 +189,7 @@ class BatchQueue:
         self._policy.decide_whether_whole(inflight, flags.model_changed)
         self._run(schedule)
         self._num_changes = self._pipelined.num_changes
-        self._policy.end_step(settings)
+        self._policy.end_step(settings, inflight.num_samples)
 
     def end_step(self) -> InFlightBatch:
         """Removes and returns the batch of this step."""

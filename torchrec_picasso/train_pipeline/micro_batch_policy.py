@@ -117,7 +117,7 @@ class MicroBatchPolicy:
     @property
     def chosen(self) -> Setting | None:
         """The setting of all further batches; ``None`` before it is chosen."""
-        return self._choice.current if self._num_steps and self._choice.is_settled else None
+        return self._choice.chosen if self._num_steps else None
 
     def settle_on(self, setting: Setting) -> None:
         """Sets the choice of an earlier run, which applies wherever it is allowed."""
@@ -161,16 +161,17 @@ class MicroBatchPolicy:
         self._is_next_whole = False
         self._is_cut_as_set = not inflight.is_whole or inflight.setting.num_micro_batches == 1
 
-    def end_step(self, settings: Sequence[Setting]) -> None:
-        """Gives the autotuner the time of a step that worked on batches with these settings.
-        Collective at some steps."""
+    def end_step(self, settings: Sequence[Setting], num_samples: int) -> None:
+        """Gives the autotuner the time of a step that worked on batches with these settings, the
+        first one of so many samples. Collective at some steps."""
         span = self._clock.end_step()
         if len(settings) < NUM_BATCHES:
             self.forget_step()  # data ends: the next step is of other data
             return
         # a step with a proof or a comparison has no time
         counted = span if self._is_cut_as_set and not self._has_examined else None
-        self._choice.note_step(settings, counted, self._clock, self._evidence.pipelined.pg)
+        pg = self._evidence.pipelined.pg
+        self._choice.note_step(settings, counted, num_samples, self._clock, pg)
 
     def _examine(self, inflight: InFlightBatch, has_changed: bool) -> bool:
         """Runs a proof or a comparison if one is due; returns whether any ran. Collective."""

@@ -39,29 +39,36 @@ def test_other_programs_are_told(
     slowdowns: tuple[float, ...], cores: int, sign: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchrec_picasso.app.runs.pace.num_cores", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("torchrec_picasso.app.runs.pace._most", lambda number: number)
     pace = Pace()
     pace.ratios = [Pace(*_clocks(slowdown)).own_ratio() for slowdown in slowdowns]
-    warning = pace.warning(num_ranks=2)
+    warning = pace.warning()
     assert (warning is None) == (sign is None)
     assert warning is None or (sign in warning and "calibrate again" in warning)
-    assert pace.slowdown(2) == max(1.0, min(2 / cores, *pace.ratios))
+    assert pace.slowdown() == max(1.0, min(2 / cores, *pace.ratios))
 
 
 def _warnings_of_unlike_hosts(rank: int, world_size: int) -> list[str | None]:
-    """Rank 0 has cores to spare, rank 1 half a core; once alone, once beside other programs."""
+    """Two ranks share 8 cores of rank 0's host, one of rank 1's: once alone, once beside other
+    programs. Then each is alone on its host, beside other programs."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchrec_picasso.app.runs.pace.num_cores", lambda: 8 if rank == 0 else 1)
         for slowdown in (2.0, 4.0):
             pace = Pace(*_clocks(slowdown if rank else 1.0))
             pace.sample()
-            found.append(pace.warning(2))
+            found.append(pace.warning())
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        pace = Pace(*_clocks(2.0 if rank else 1.0))
+        pace.sample()
+        found.append(pace.warning())
     return found
 
 
 def test_a_host_of_few_cores_is_no_other_program() -> None:
     by_rank = run_ranks(_warnings_of_unlike_hosts, 2, timeout_s=100)
-    for alone, beside in by_rank:
+    for alone, beside, of_one_rank in by_rank:
         assert alone is None
+        assert "took 2.0 to 2.0 times" in of_one_rank
         assert "took 4.0 to 4.0 times" in beside

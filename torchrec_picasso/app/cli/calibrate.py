@@ -115,7 +115,7 @@ def calibrate_on_rank(
         advance("dense part")
         curves = dataclasses.replace(curves, dense=measure_dense(config, device))
     progress.close()
-    warning = pace.warning(curves.ranks_per_host)
+    warning = pace.warning()
     if warning is not None:
         curves = dataclasses.replace(curves, measured_on={**curves.measured_on, "busy": warning})
     return curves

@@ -154,7 +154,7 @@ def measure_local_costs(
         for own in timed:
             own.take()
             between()
-    slowdown = pace.slowdown(dist.get_world_size()) if device.type == "cpu" else 1.0
+    slowdown = pace.slowdown() if device.type == "cpu" else 1.0
     measured: dict[bool, list[tuple[Sequence[LocalWork], list[float]]]] = {True: [], False: []}
     """By whether tables are hot/cold."""
     for own in timed:

@@ -50,23 +50,15 @@ class Pace:
             self._numbers.sort()
         return (self._wall() - wall_s) / (self._cpu() - cpu_s)
 
-    def slowdown(self, num_ranks: int) -> float:
+    def slowdown(self) -> float:
         """Slowdown of ranks by sharing cores: the smallest ratio, at most the ranks per core of the
-        host that has fewest. Collective.
+        host that has most. Collective."""
+        return max(1.0, min([_most(ranks_of_host() / num_cores()), *self.ratios]))
 
-        Args:
-            num_ranks: Most ranks that share the cores of a host.
-        """
-        return max(1.0, min([_most(num_ranks / num_cores()), *self.ratios]))
-
-    def warning(self, num_ranks: int) -> str | None:
+    def warning(self) -> str | None:
         """A sign that other programs ran, and what to do; ``None`` without one. Collective, after a
-        window at least.
-
-        Args:
-            num_ranks: Most ranks on a host.
-        """
-        if fmean(self.ratios) <= _UNEVEN * self.slowdown(num_ranks):
+        window at least."""
+        if fmean(self.ratios) <= _UNEVEN * self.slowdown():
             return None
         return (
             f"other programs used the cores: a busy loop took {min(self.ratios):.1f} to "
@@ -85,6 +77,11 @@ def _most(number: float) -> float:
     most = torch.tensor(number, dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return float(most)
+
+
+def ranks_of_host() -> int:
+    """Ranks that share the cores of this host, by ``LOCAL_WORLD_SIZE``; all, if it is not set."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
 
 
 def num_cores() -> int:
