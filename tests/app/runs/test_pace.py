@@ -68,7 +68,7 @@ def _warnings_of_unlike_hosts(rank: int, world_size: int) -> list[str | None]:
 
 def test_a_host_of_few_cores_is_no_other_program() -> None:
     by_rank = run_ranks(_warnings_of_unlike_hosts, 2, timeout_s=100)
-    for alone, beside, of_one_rank in by_rank:
+    for alone, beside, on_own_host in by_rank:
         assert alone is None
-        assert "took 2.0 to 2.0 times" in of_one_rank
+        assert "took 2.0 to 2.0 times" in on_own_host
         assert "took 4.0 to 4.0 times" in beside
