@@ -148,6 +148,11 @@ def test_a_link_has_one_burst_for_the_exchanges_of_all_modules() -> None:
         curves = dataclasses.replace(WIRE, collectives=dict.fromkeys(WIRE.collectives, burst))
         cost = stock_cost("table_wise", works, curves, 2, num_modules=2)
         assert cost.forward_wire_ms == cost.backward_wire_ms == pytest.approx(expected_ms)
+    ids = stock_cost("table_wise", works, WIRE, 2).sent_bytes["ids"] / 2
+    burst = Curve.fit([round(ids / 2), round(ids)], [1.0, 10.0])
+    curves = dataclasses.replace(WIRE, collectives=dict.fromkeys(WIRE.collectives, burst))
+    cost = stock_cost("table_wise", works, curves, 2, num_modules=2)
+    assert cost.ids_wire_ms == pytest.approx(2 * 10.0 + 2 * curves.ms("all_to_all", 0, 2))
 
 
 def test_a_map_of_more_rows_takes_longer_for_each_row_of_sequences() -> None:
@@ -642,6 +647,22 @@ def test_stock_tables_beside_the_exchange_are_exposed() -> None:
     no_sum = StepPricer(network(), 2, DenseTimes.from_total(1000.0), micro_batch_counts=[4])
     reduce_ms = alone.wire_ms - no_sum.price([Exchange(totals=totals)]).wire_ms
     assert reduce_ms == pytest.approx(network().ms("all_reduce", 1e6))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_stock_ids_beside_the_exchange_are_hidden_but_for_their_work(count: int) -> None:
+    totals = HotColdTotals.from_table(work(), 0)
+    dense, cores_ns = DenseTimes.from_total(1000.0), (0.0, 2.0)
+    for core_ns in cores_ns:
+        pricer = StepPricer(network(core_ns=core_ns), 2, dense, micro_batch_counts=[count])
+        stock = stock_cost("table_wise", [work(0.6)] * 20, pricer.curves, 2)
+        ids_ms, core_ms = stock.ids_wire_ms, core_ns * stock.sent_bytes["ids"] * 1e-6
+        without = dataclasses.replace(stock, ids_wire_ms=0.0, sent_bytes={})
+        all_ms, without_ms = (
+            pricer.price([Exchange(totals=totals)], each).step_ms for each in (stock, without)
+        )
+        assert all_ms - without_ms == pytest.approx(core_ms, abs=1e-6)
+        assert 0 <= core_ms < ids_ms
 
 
 def test_a_message_takes_a_share_of_the_core() -> None:

@@ -1,7 +1,8 @@
 """The choice of micro-batches and lookahead: near the fastest, the same on all ranks, exact."""
 
 import dataclasses
-from itertools import product
+from collections.abc import Sequence
+from itertools import count, groupby, product
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torchrec_picasso.schedule.schedule import Setting
 from torchrec_picasso.schedule.setting_choice import (
     NUM_STEPS,
     SettingChoice,
+    TimedStep,
     candidates,
     pieces_for,
 )
@@ -111,6 +113,39 @@ def test_a_disturbance_of_many_steps_does_not_decide() -> None:
 
         settle(choice, step_s)
         assert choice.current.num_micro_batches == 4, begin
+
+
+def test_steps_between_others_of_their_setting_count() -> None:
+    choice, clock = SettingChoice(candidates(None, True), 1), _CountingClock()
+    settle(choice, lambda setting: 1.0 + PIECES.index(setting.num_micro_batches) / 20, clock)
+    runs = [(number, len(list(same))) for number, same in groupby(clock.counted)]
+    assert runs == [
+        *[(1, 11), (2, 3), (4, 3), (8, 3), (16, 3)],  # five of a warm-up of six; five batches each
+        *[(1, 4), (2, 4), (4, 4), (8, 4)],  # six
+        *[(1, 4), (2, 3)],  # and a batch that ran after the choice
+    ]
+
+
+class _CountingClock(PaperClock):
+    """Micro-batches of the steps that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: list[int] = []
+
+    def read(self, steps: Sequence[TimedStep], pg: Any) -> list[tuple[float, float]]:
+        self.counted += [step.setting.num_micro_batches for step in steps]
+        return super().read(steps, pg)
+
+
+def test_fast_steps_of_the_warm_up_do_not_count() -> None:
+    choice, steps = SettingChoice(candidates(None, True), 1), count()
+
+    def step_s(setting: Setting) -> float:
+        return 0.1 if next(steps) < 6 else 1.0 + (setting.num_micro_batches == 1)
+
+    settle(choice, step_s)
+    assert choice.current.num_micro_batches == 2
 
 
 def test_a_short_batch_does_not_decide() -> None:

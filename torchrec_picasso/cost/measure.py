@@ -95,10 +95,12 @@ class Measurement:
         """Measures everything."""
         if ranks_per_host is None:
             self._connect_levels()
+            (most,) = self._slowest([float(os.environ.get("LOCAL_WORLD_SIZE", "1"))])
+            ranks_per_host = int(most)  # curves are equal on all ranks, hosts need not be
         collectives = self._collectives(_sizes(max_bytes))
         return CommCurves(
             world_size=self.group.size(),
-            ranks_per_host=ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            ranks_per_host=ranks_per_host,
             backend=dist.get_backend(self.group),
             device=self.device.type,
             collectives=collectives,

@@ -65,7 +65,7 @@ class StepPrice:
     num_micro_batches: int = 1
     step_ms: float
     wire_ms: float  # sum of all messages, a lower bound of the duration
-    compute_ms: float  # sum of all work but that on sent bytes, a lower bound
+    compute_ms: float  # all that nothing hides, but for work on sent bytes: a lower bound
 
 
 def simulate_step(

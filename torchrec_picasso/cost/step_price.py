@@ -46,9 +46,9 @@ _EXCHANGES_PER_WAVE = 2
 micro-batch goes by wave."""
 _WAITS = 0.5
 """What each exchange of stock tables after a step's first one adds beside its call and messages, in
-calls; at most this share of ``step_ms``, too. 24 tables in one, two and three modules took 6.5,
-10.6 and 13.8 ms a step on loopback with a core per rank, of which each further call had 2.1 and its
-messages 0.4 (docs/dev/log.md, 2026-11-28)."""
+calls; at most this share of ``step_ms``, too, which only calibration measures. 24 tables in one,
+two and three modules took 6.5, 10.6 and 13.8 ms a step on loopback with a core per rank, of which
+each further call had 2.1 and its messages 0.4 (docs/dev/log.md, 2026-11-28)."""
 _MASK_BYTES = 1
 _FIRST_USE_EXPONENT = 0.8
 """The number of distinct rows grows about like this power of the samples."""
@@ -156,6 +156,8 @@ class StepPricer:
         return _longer(price, self.curves.local.stock.step_ms + self._waits_ms(cost.exchanges - 1))
 
     def _waits_ms(self, num_further: float) -> float:
+        if self.curves.device != "cpu":
+            return 0.0  # not measured there
         costs = self.curves.local.stock
         return _WAITS * min(costs.call_ms, costs.step_ms) * max(0.0, num_further)
 
@@ -231,34 +233,30 @@ class StepPricer:
 
     def _joined(self, sent: Mapping[str, float]) -> Message | None:
         """Returns the messages of several collectives, one after another, as one."""
-        messages = [self.message(name, num_bytes) for name, num_bytes in sent.items()]
-        found = [message for message in messages if message is not None]
-        if len(found) < 2:
-            return found[0] if found else None
-        ms = sum(message.ms for message in found)
-        core_ms = sum(message.core_share * message.ms for message in found)
-        return Message(ms, core_ms / ms if ms else 0.0, sum(each.latency_ms for each in found))
+        return _in_turn([self.message(name, num_bytes) for name, num_bytes in sent.items()])
 
     def _add_stock(
         self, times: dict[_Operation, OpTime], stock: StockCost, last_backward: int
     ) -> None:
-        """Adds the stock tables and the sums of dense gradients, in place. Stock tables are looked
-        up once, before the first micro-batch; DDP waits for dense sums."""
-        ours = times["send_header", None]
-        header = ours.message
-        if header is not None:
-            header = Message(header.ms + stock.ids_wire_ms, header.core_share)
-        times["send_header", None] = OpTime(ours.compute_ms + stock.ids_ms, header)
-        for key, wire_ms, compute_ms in (
-            (("forward", 0), stock.forward_wire_ms, stock.forward_ms),
-            (("backward", last_backward), stock.backward_wire_ms, stock.backward_ms),
+        """Adds the stock tables and the sums of dense gradients, in place. Ids follow those of
+        hot/cold tables. Stock tables are looked up once, before the first micro-batch; their
+        gradients end the last backward, and so do dense sums, which DDP waits for."""
+        core_ms = self.curves.core_ns_per_byte * stock.sent_bytes.get("ids", 0.0) * 1e-6
+        for key, slot, sent, compute_ms in (
+            (("send_header", None), "message", (), stock.ids_ms),
+            (("send_row_numbers", None), "message", [_sent(stock.ids_wire_ms, core_ms)], 0.0),
+            (("forward", 0), "first", [_sent(stock.forward_wire_ms)], stock.forward_ms),
+            (
+                ("backward", last_backward),
+                "last",
+                [_sent(stock.backward_wire_ms), self._dense_sum],
+                stock.backward_ms,
+            ),
         ):
-            # an empty message would wait for the others on the wire
-            first = Message(wire_ms) if wire_ms else None
-            compute_ms += times[key].compute_ms
-            times[key] = replace(times[key], first=first, compute_ms=compute_ms)
-        backward = "backward", last_backward
-        times[backward] = replace(times[backward], last=self._dense_sum)
+            ours = times[key]
+            message = _in_turn([getattr(ours, slot), *sent])
+            compute_ms += ours.compute_ms
+            times[key] = replace(ours, compute_ms=compute_ms, **{slot: message})
 
 
 def _busiest(way: Way, uneven_bags: float) -> Way:
@@ -269,6 +267,22 @@ def _busiest(way: Way, uneven_bags: float) -> Way:
     sent_share = way.sent["rows"] / (elements * WIRE_BYTES)  # other rows stay on their rank
     mask = sent_share * way.totals.cold * _MASK_BYTES
     return replace(way, sent={**way.sent, **uneven_sent, "mask": mask})
+
+
+def _sent(ms: float, core_ms: float = 0.0) -> Message | None:
+    """Returns a message of a stock table; ``None`` if nothing is sent: an empty one would wait for
+    the others on the wire."""
+    return Message(ms, min(1.0, core_ms / ms)) if ms else None
+
+
+def _in_turn(messages: Sequence[Message | None]) -> Message | None:
+    """Returns several messages, one after another, as one."""
+    found = [message for message in messages if message is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    ms = sum(message.ms for message in found)
+    core_ms = sum(message.core_share * message.ms for message in found)
+    return Message(ms, core_ms / ms if ms else 0.0, sum(each.latency_ms for each in found))
 
 
 def _longer(price: StepPrice, added_ms: float) -> StepPrice:

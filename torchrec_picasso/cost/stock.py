@@ -164,7 +164,8 @@ def cost_of_totals(
 
     def exchange_ms(collective: str, num_bytes: float) -> float:
         one_by_one = num_modules * curves.ms(collective, num_bytes / num_modules, world_size)
-        # a link's burst carries the first bytes of all, not those of each module
+        # a link's burst carries the first bytes of all modules, not those of each; that those of
+        # several sharding types share it, too, has no price
         return max(one_by_one, curves.ms(collective, num_bytes, world_size))
 
     def outputs_ms(purpose: str, collective_of_sums: str) -> float:
@@ -255,8 +256,8 @@ def marginal_stock_costs(
             )
             others = cost_of_totals(kind, totals.plus(own, -1.0), uneven, curves, world_size)
             saved = all_tables.plus(others, -1.0)
-            times = {name: ms for name, ms in vars(saved).items() if name != "sent_bytes"}
-            costs[kind] = replace(saved, **{name: max(0.0, ms) for name, ms in times.items()})
+            numbers = {name: number for name, number in vars(saved).items() if name != "sent_bytes"}
+            costs[kind] = replace(saved, **{name: max(0.0, each) for name, each in numbers.items()})
     return added
 
 

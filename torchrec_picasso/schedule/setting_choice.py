@@ -6,12 +6,12 @@ times and choose the same setting. Times are measured, so another run may choose
 the numbers explicitly to repeat a run bit for bit.
 
 A step's time is noisy: the same step takes 10 to 15 % more or less on a shared machine, for some
-steps on end. So all settings run in rounds, and only the fastest stay for the next round: a few
-slower steps cost less than a wrong choice for the rest of the run. The number of micro-batches that
-the plan was priced for begins, and stays unless another one is clearly faster. Lookahead is
-switched off for whole batches only: with more micro-batches, no lookahead was never faster by more
-than 3 % in alternating runs. The first step of a run does not count: after one with more
-micro-batches it took 7 % less than the later ones.
+steps on end. So all settings run in rounds, and only the fastest stay for the next round, as in
+successive halving: a few slower steps cost less than a wrong choice for the rest of the run. The
+number of micro-batches that the plan was priced for begins, and stays unless another one is clearly
+faster. Lookahead is switched off for whole batches only: with more micro-batches, no lookahead was
+never faster by more than 3 % in alternating runs. The first step of a run does not count: after one
+with more micro-batches it took 7 % less than the later ones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _FASTER = 0.97
 """Factor of the first setting's time that another setting must beat to be chosen."""
 
 NUM_STEPS = 72
-"""Maximum number of steps of a trial: a warm-up, six settings, four, two."""
+"""Maximum number of steps of a trial: a warm-up, six settings, four, two. The last two steps of an
+iterator of batches are none of them."""
 
 
 def pieces_for(num_samples: int) -> tuple[int, ...]:
@@ -145,10 +146,11 @@ class SettingChoice:
     """Assigns a setting to every batch, and finally the fastest one.
 
     A step counts for a setting if its batch, the batch before and the next batch have that setting;
-    the operations of the batch after that are small. So three of five batches count, two of the
-    last setting in a round, six of the first one, which follow its warm-up. Steps are compared by
-    their time per sample, as batches differ. The time of a setting is the lower quartile of its
-    steps, of three the fastest: those held up by others are slower.
+    the operations of the batch after that are small. So three of five batches count, four of six
+    (one less of a round's last setting, before the round is decided), and six of the first setting,
+    which follow its warm-up. Steps are compared by their time per sample, as batches differ. The
+    time of a setting is the lower quartile of its steps, of three the fastest: those held up by
+    others are slower.
 
     Args:
         allowed: The candidates, the simplest first.
@@ -196,7 +198,7 @@ class SettingChoice:
         """The setting of all further batches; ``None`` before it is chosen, or if a trial ended in
         which no step counted."""
         is_found = len(self.allowed) == 1 or self.current == self._known
-        is_found |= any(self._steps_s.values())
+        is_found |= bool(self._steps_s[self.current])
         return self.current if self.is_settled and is_found else None
 
     def settle_on(self, setting: Setting | None) -> None:

@@ -116,6 +116,7 @@ class BatchQueue:
 
     def request_again(self) -> None:
         """Requests rows of all batches again, by the current hot set and setting. Collective."""
+        self._policy.forget_step()  # rows of the next step travel before it
         before = list(self._inflights)
         self._inflights.clear()
         self._led.clear()

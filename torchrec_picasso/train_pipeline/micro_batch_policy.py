@@ -54,9 +54,9 @@ class MicroBatchPolicy:
     ) -> None:
         self._asked, self._lookahead = num_micro_batches, lookahead
         self._device, self._clock = device, StepClock(device)
-        self._has_examined = False
-        self._is_cut_as_set = False
-        """Whether the batch of this step is trained as its setting says, if a rank can cut it."""
+        self._counts = False
+        """Whether this step is one that its setting makes: without a proof, and not whole in place
+        of micro-batches."""
         # the first training step is whole, and so is one after forwards without backwards, which
         # leave DistributedDataParallel waiting
         self._is_next_whole = True
@@ -116,8 +116,9 @@ class MicroBatchPolicy:
 
     @property
     def chosen(self) -> Setting | None:
-        """The setting of all further batches; ``None`` before it is chosen."""
-        return self._choice.chosen if self._num_steps else None
+        """The setting of all further batches; ``None`` before it is chosen, or while batches are
+        whole for a reason that a later run may not have."""
+        return self._choice.chosen if self._num_steps and self._why_whole is None else None
 
     def settle_on(self, setting: Setting) -> None:
         """Sets the choice of an earlier run, which applies wherever it is allowed."""
@@ -155,11 +156,13 @@ class MicroBatchPolicy:
         """
         # before a proof or comparison: these compute the outputs of the batch that the step uses
         inflight.is_whole |= self._is_next_whole
-        self._has_examined = self._examine(inflight, has_changed)
+        has_examined = self._examine(inflight, has_changed)
         inflight.is_whole |= self._asked is None and self._proof is None
-        inflight.is_whole |= self._has_examined and bool(self.equal_rows)  # not checked yet
+        # rows that have to be equal were not counted yet; only ranks with samples know of any
+        inflight.is_whole |= has_examined and self._proof is not None
         self._is_next_whole = False
-        self._is_cut_as_set = not inflight.is_whole or inflight.setting.num_micro_batches == 1
+        is_cut = not inflight.is_whole or inflight.setting.num_micro_batches == 1
+        self._counts = is_cut and not has_examined
 
     def end_step(self, settings: Sequence[Setting], num_samples: int) -> None:
         """Gives the autotuner the time of a step that worked on batches with these settings, the
@@ -168,9 +171,7 @@ class MicroBatchPolicy:
         if len(settings) < NUM_BATCHES:
             self.forget_step()  # data ends: the next step is of other data
             return
-        # a step with a proof or a comparison has no time
-        counted = span if self._is_cut_as_set and not self._has_examined else None
-        pg = self._evidence.pipelined.pg
+        counted, pg = span if self._counts else None, self._evidence.pipelined.pg
         self._choice.note_step(settings, counted, num_samples, self._clock, pg)
 
     def _examine(self, inflight: InFlightBatch, has_changed: bool) -> bool:
