@@ -205,20 +205,21 @@ def test_a_size_that_takes_longer_than_foreseen_is_the_last() -> None:
 
 
 class LossyLink(SlowLink):
-    """Some of the first calls of each collective lose a message of 256 KiB, until a timeout."""
+    """Some of the first calls of each collective lose a message of a size, until a timeout."""
 
-    def __init__(self, num_lost: int) -> None:
+    def __init__(self, num_lost: int, lost_bytes: int = 256 << 10, lost_s: float = 0.2) -> None:
         super().__init__(10e6)
         self.num_lost = dict.fromkeys(COLLECTIVES, num_lost)
+        self._lost_bytes, self._lost_s = lost_bytes, lost_s
 
     def call(self, name: str, pg: Any, numel: int, device: Any) -> tuple[int, Callable[[], None]]:
         num_bytes, wait = super().call(name, pg, numel, device)
 
         def lose() -> None:
             wait()
-            if num_bytes == 256 << 10 and self.num_lost[name]:
+            if num_bytes == self._lost_bytes and self.num_lost[name]:
                 self.num_lost[name] -= 1
-                self.now_s += 0.2
+                self.now_s += self._lost_s
 
         return num_bytes, lose
 
@@ -236,6 +237,18 @@ def test_a_size_that_took_longer_than_others_let_expect_is_measured_again() -> N
             assert clean.collectives[name].ms_at(256 << 10) == pytest.approx(expected_ms)
             assert lossy.collectives[name].ms_at(256 << 10) == pytest.approx(expected_ms + 200)
         assert left == 100 - (1 + 4) * 5
+
+
+def disturb_a_small_size(rank: int, world_size: int) -> CommCurves:
+    link = LossyLink(20, lost_bytes=4 << 10, lost_s=2e-3)
+    return measured_on_link(world_size, 1, 5.0, link)[0]
+
+
+def test_a_small_size_is_measured_again_though_no_time_is_left() -> None:
+    for curves in run_ranks(disturb_a_small_size, 2, timeout_s=TIMEOUT_S):
+        for name in COLLECTIVES:
+            expected_ms = (LATENCY_S + (4 << 10) / 10e6) * 1e3
+            assert curves.collectives[name].ms_at(4 << 10) == pytest.approx(expected_ms)
 
 
 def oversleep(rank: int, world_size: int) -> CommCurves:

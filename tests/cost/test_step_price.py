@@ -59,6 +59,11 @@ def load(name: str = "t", **changes: object) -> TableLoad:
     return dataclasses.replace(usual, **changes)  # type: ignore[arg-type]
 
 
+def in_modules(load: TableLoad, number: int) -> list[TableWork]:
+    """A table like it in each of some modules, on two ranks."""
+    return [TableWork(dataclasses.replace(load, module=str(i)), 2) for i in range(number)]
+
+
 def test_without_statistics_every_row_counts_alike() -> None:
     work = TableWork(load(spectrum=None, num_embeddings=50), world_size=2)
     assert work.unique == pytest.approx(50 * (1 - (1 - 1 / 50) ** 50))
@@ -141,18 +146,27 @@ def test_stock_output_its_gradient_and_a_dense_gradient_are_paged() -> None:
 
 
 def test_a_link_has_one_burst_for_the_exchanges_of_all_modules() -> None:
-    works = [TableWork(load(str(i)), world_size=2) for i in range(2)]
+    works = in_modules(load(), 2)
     sent = stock_cost("table_wise", works, WIRE, 2).sent_bytes["rows"]
     for ms, expected_ms in ((10.0, 10.0), (1.5, 2.0)):  # of all bytes at once, half of them in 1 ms
         burst = Curve.fit([round(sent / 2), round(sent)], [1.0, ms])
         curves = dataclasses.replace(WIRE, collectives=dict.fromkeys(WIRE.collectives, burst))
-        cost = stock_cost("table_wise", works, curves, 2, num_modules=2)
+        cost = stock_cost("table_wise", works, curves, 2)
         assert cost.forward_wire_ms == cost.backward_wire_ms == pytest.approx(expected_ms)
     ids = stock_cost("table_wise", works, WIRE, 2).sent_bytes["ids"] / 2
     burst = Curve.fit([round(ids / 2), round(ids)], [1.0, 10.0])
     curves = dataclasses.replace(WIRE, collectives=dict.fromkeys(WIRE.collectives, burst))
-    cost = stock_cost("table_wise", works, curves, 2, num_modules=2)
+    cost = stock_cost("table_wise", works, curves, 2)
     assert cost.ids_wire_ms == pytest.approx(2 * 10.0 + 2 * curves.ms("all_to_all", 0, 2))
+
+
+def test_a_module_has_its_own_collective() -> None:
+    lines = {name: Curve.line(1.0, float("inf")) for name in WIRE.collectives}
+    lines |= {"reduce_scatter": Curve.line(10.0, float("inf"))}
+    curves = dataclasses.replace(WIRE, collectives=lines)
+    sequences = [TableWork(load(module=name, is_sequence=True), 2) for name in ("c", "d")]
+    cost = stock_cost("row_wise", [*in_modules(load(), 3), *sequences], curves, 2)
+    assert cost.forward_wire_ms == pytest.approx(3 * 10.0 + 2 * 1.0)
 
 
 def test_a_map_of_more_rows_takes_longer_for_each_row_of_sequences() -> None:
@@ -700,8 +714,8 @@ def test_hot_cold_modules_share_an_exchange_and_stock_ones_do_not() -> None:
     )
     assert two == pytest.approx(one + 0.6 * 3.0)
     one_exchange, two_exchanges = (
-        pricer.sparse_dist(stock_cost("table_wise", [work()] * 2, curves, 2, count))
-        for count in (1, 2)
+        pricer.sparse_dist(stock_cost("table_wise", works, curves, 2))
+        for works in ([work()] * 2, in_modules(work().load, 2))
     )
     assert two_exchanges.compute_ms == pytest.approx(one_exchange.compute_ms + 3.0 + 1.5)
     assert one_exchange.compute_ms == pytest.approx(3.0 + 5.0)
@@ -724,7 +738,7 @@ def test_each_further_exchange_of_stock_tables_has_waits(call_ms: float, step_ms
     pricer = StepPricer(network(local=local), 2)
 
     def cost(kind: str, num_modules: int = 1) -> StockCost:
-        return stock_cost(kind, [work()], pricer.curves, 2, num_modules)
+        return stock_cost(kind, in_modules(work().load, num_modules), pricer.curves, 2)
 
     once_ms, more_ms = call_ms + step_ms, call_ms + 0.5 * min(call_ms, step_ms)
     for stock, expected_ms in (
@@ -740,7 +754,7 @@ def test_each_further_exchange_of_stock_tables_has_waits(call_ms: float, step_ms
     for count in (1, 2):
         beside = pricer.price(ours, cost("table_wise", count))
         assert beside.compute_ms == pytest.approx(alone_ms + count * more_ms)
-    one_rank = stock_cost("table_wise", [work()], pricer.curves, 1, num_modules=2)
+    one_rank = stock_cost("table_wise", in_modules(work().load, 2), pricer.curves, 1)
     found = StepPricer(pricer.curves, 1).sparse_dist(one_rank)
     assert found.compute_ms == pytest.approx(once_ms + call_ms)
 

@@ -20,6 +20,7 @@ from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.table_work import HOT_ROW_BYTES
 from torchrec_picasso.errors import PlanError
 from torchrec_picasso.placement import HotColdParams
+from torchrec_picasso.planner.decision import Decision
 from torchrec_picasso.planner.enumerator import HotColdEnumerator
 from torchrec_picasso.planner.hot_options import replica_bytes
 
@@ -40,10 +41,13 @@ def stock_kinds(model: nn.Module) -> Kinds:
     return kinds(EmbeddingEnumerator(topology(), 4).enumerate(model, SHARDERS))
 
 
-def test_a_mapping_leaves_other_tables_stock() -> None:
+def test_a_mapping_leaves_other_tables_stock_where_that_trains_the_same() -> None:
     model = Model(sequence=True)
     found = kinds(HotColdEnumerator(topology(), 4, {"c": 2}, stats()).enumerate(model, SHARDERS))
-    assert found == stock_kinds(model) | {"c": {("row_wise", "fused", (0, 1))}}
+    of_ours = found.pop("a"), found.pop("b")
+    same = {(kind, "fused", None) for kind in ("column_wise", "row_wise", "table_wise")}
+    assert of_ours == (same, same)  # neither data-parallel nor in columns of hosts
+    assert found == {"c": {("row_wise", "fused", (0, 1))}, "s": stock_kinds(model)["s"]}
 
 
 def test_the_stored_space_is_a_copy_with_the_hot_rows() -> None:
@@ -80,7 +84,8 @@ def test_memory_of_stock_tables_is_untouched() -> None:
     def storage(space: list[ShardingOption]) -> dict[tuple[str, str], Any]:
         return {(o.name, o.sharding_type): o.total_storage for o in space if o.name != "b"}
 
-    assert storage(ours) == storage(stock)
+    assert {("a", "row_wise"), ("c", "table_wise")} <= {*storage(ours)}
+    assert storage(ours).items() <= storage(stock).items()
 
 
 @pytest.mark.parametrize("hot_rows", [0, 3, {"b": 1}])
@@ -224,6 +229,30 @@ def test_types_that_train_another_model_must_be_named(
     for table in enumerator.decision.tables:
         assert ("column_wise" in table.stock_types) == offered
         assert "data_parallel" not in table.stock_types
+
+
+def _decided(**constraint: Any) -> Decision:
+    """With a constraint on every table."""
+    constraints = {name: ParameterConstraints(**constraint) for name in ROWS}
+    enumerator = HotColdEnumerator(topology(), 4, None, constraints=constraints)
+    enumerator.enumerate(Model(), [AbleSharder()])
+    assert enumerator.decision is not None
+    return enumerator.decision
+
+
+def test_the_only_type_that_constraints_leave_has_a_price() -> None:
+    decision = _decided(compute_kernels=["dense"])
+    assert {table.stock_types for table in decision.tables} == {("data_parallel",)}
+    assert set(decision.stock_types) == {"data_parallel"}
+    assert decision.stock is not None
+
+
+def test_lookups_are_those_of_the_constraints() -> None:
+    usual = _decided(pooling_factors=[3.0])
+    more = _decided(pooling_factors=[3.0], batch_sizes=[10], num_poolings=[2.0])
+    for one, other in zip(usual.tables, more.tables):
+        assert (one.load.bags, one.load.lookups) == (4.0, 12.0)
+        assert (other.load.bags, other.load.lookups) == (20.0, 60.0)
 
 
 def test_other_cache_settings_are_kept() -> None:

@@ -341,6 +341,8 @@ def test_the_dense_part_is_that_of_the_curves_unless_given() -> None:
     assert unknown.decision.dense.total_ms == 0
     with pytest.raises(PlanError, match="dense_ms is -1, expected milliseconds of at least 0"):
         planned_of(Towers(), dense_ms=-1)
+    with pytest.raises(PlanError, match="dense_ms is inf"):
+        planned_of(Towers(), dense_ms=float("inf"))
 
 
 def test_bags_are_placed_on_the_rank_that_pools_them() -> None:

@@ -129,13 +129,13 @@ class Measurement:
         return {name: self._again(name, curve, sizes) for name, curve in curves.items()}
 
     def _again(self, name: str, curve: Curve, sizes: list[int]) -> Curve:
-        """Measures disturbed sizes again, in a part of the remaining time, and takes the median:
-        steps may have the longer time often, or seldom."""
-        ms = list(curve.ms)
+        """Measures disturbed sizes again, in a part of the remaining time, or each in a small part
+        of the budget, and takes the median: steps may have the longer time often, or seldom."""
+        ms, least_s = list(curve.ms), _LEAST_SHARE * self.budget_s / _MORE_TIMES
         for index in curve.find_disturbed():
             times = [ms[index]]
             for _ in range(_MORE_TIMES):
-                share_s = _SHARE * self._left_s()
+                share_s = max(_SHARE * self._left_s(), least_s)
                 if ms[index] * _least_calls(name) / 1e3 <= share_s:
                     seconds = min(self.seconds_per_point, share_s)
                     times.append(self._point(name, sizes[index], seconds)[1])

@@ -132,13 +132,22 @@ def stock_cost(
     works: Sequence[TableWork],
     curves: CommCurves,
     world_size: int,
-    num_modules: int = 1,
 ) -> StockCost:
     """Predicts the cost of one step of tables of one stock sharding type, without overlap; TorchRec
     exchanges the tables of each module by themselves."""
+    modules = {work.load.module for work in works}
+    bag_modules = {work.load.module for work in works if not work.load.is_sequence}
     uneven = max_over_mean(sharding_type, [work.load for work in works], world_size)
     totals = StockTotals.sum(StockTotals.from_table(sharding_type, work) for work in works)
-    return cost_of_totals(sharding_type, totals, uneven, curves, world_size, num_modules)
+    return cost_of_totals(
+        sharding_type,
+        totals,
+        uneven,
+        curves,
+        world_size,
+        len(modules),
+        num_bag_modules=len(bag_modules),
+    )
 
 
 def cost_of_totals(
@@ -149,10 +158,12 @@ def cost_of_totals(
     world_size: int,
     num_modules: int = 1,
     busiest_bytes: Mapping[str, float] | None = None,
+    num_bag_modules: int = 0,
 ) -> StockCost:
     """Predicts the cost of some work, 0 without tables. ``uneven`` is the load of the busiest rank
     divided by the mean, ``busiest_bytes`` are its bytes of ids, rows and gradients where they were
-    counted, mean of sent and received ones, of tables whose outputs travel alike."""
+    counted, mean of sent and received ones, of tables whose outputs travel alike.
+    ``num_bag_modules`` counts where they do not."""
     if not totals.features:
         return StockCost()
     to_others = (world_size - 1) / world_size
@@ -162,7 +173,7 @@ def cost_of_totals(
     vector_bytes = totals.vector_elements * _WIRE_BYTES * to_others
     summed_bytes = totals.summed_elements * _WIRE_BYTES * (world_size - 1)
 
-    def exchange_ms(collective: str, num_bytes: float) -> float:
+    def exchange_ms(collective: str, num_bytes: float, num_modules: int = num_modules) -> float:
         one_by_one = num_modules * curves.ms(collective, num_bytes / num_modules, world_size)
         # a link's burst carries the first bytes of all modules, not those of each; that those of
         # several sharding types share it, too, has no price
@@ -173,7 +184,11 @@ def cost_of_totals(
         found = {name: num_bytes for name, num_bytes in sent.items() if num_bytes}
         if busiest_bytes is not None:
             found = dict.fromkeys(found, busiest_bytes[purpose])
-        return sum(exchange_ms(*each) for each in found.items())
+        counts = dict.fromkeys(found, num_modules)
+        if len(found) == 2:  # a module has one of them
+            sequences = num_modules - num_bag_modules
+            counts = {"all_to_all": max(1, sequences), collective_of_sums: max(1, num_bag_modules)}
+        return sum(exchange_ms(name, sent, counts[name]) for name, sent in found.items())
 
     works = local_works(totals, uneven, world_size, num_modules)
     if sharding_type == "data_parallel":

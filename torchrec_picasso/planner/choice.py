@@ -258,8 +258,7 @@ def price_plan(
     stock = StockCost()
     for kind in sorted({kind for kind in kinds if kind is not None}):
         alike = [work for work, found in zip(works, kinds) if found == kind]
-        num_modules = len({work.load.module for work in alike})
-        stock = stock.plus(stock_cost(kind, alike, curves, world_size, num_modules))
+        stock = stock.plus(stock_cost(kind, alike, curves, world_size))
 
     def pack(i: int) -> Hashable:
         load = works[i].load

@@ -104,8 +104,6 @@ class HotColdEnumerator(EmbeddingEnumerator):
                 placement = dataclasses.replace(placement, num_micro_batches=None)
             rows_W = decision.block_rows.get(index)
             return hot_options.hot_cold_options(options, placement, rows_W)
-        if isinstance(self._hot_rows, Mapping):
-            return options
         decided = decision.stock_types[index]
         if self.only_decided and self._has_prices and decided is not None:
             kinds = (decided,)
@@ -185,7 +183,7 @@ class HotColdEnumerator(EmbeddingEnumerator):
                     sharder=sharder,
                     curves=self._curves,
                     topology=self._topology,
-                    constrained_types=constraint.sharding_types if constraint else None,
+                    constraint=constraint,
                     no_launched_hosts=self.no_launched_hosts,
                 )
         return found

@@ -7,6 +7,7 @@ only the options of the decided plan, and all options if that plan does not fit 
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,7 @@ def hot_cold_planner(
         )
     if num_waves < 1:
         raise PlanError(f"num_waves is {num_waves}, expected at least 1")
-    if dense_ms is not None and not dense_ms >= 0:
+    if dense_ms is not None and not 0 <= dense_ms < math.inf:
         raise PlanError(f"dense_ms is {dense_ms}, expected milliseconds of at least 0")
     batch_size = batch_size or BATCH_SIZE
     # a proposer of the caller searches all options; ours follow if the decided plan does not fit

@@ -9,10 +9,11 @@ user's constraints.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from statistics import fmean
 from typing import Any
 
 from torch import nn
-from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingType
 from torchrec.distributed.utils import (
     add_params_from_parameter_sharding,
@@ -62,7 +63,7 @@ def table_info(
     sharder: ModuleSharder[nn.Module],
     curves: CommCurves,
     topology: Topology,
-    constrained_types: Collection[str] | None,
+    constraint: ParameterConstraints | None,
     no_launched_hosts: str | None,
 ) -> TableInfo:
     """Builds the information about one table whose sharder supports hot/cold tables."""
@@ -89,8 +90,9 @@ def table_info(
         no_hot_rows = why_no_hot_rows(params, data_type=config.data_type)
         if not_hot_cold is None and is_updated_only_here(params, device_type=device_type):
             is_only_hot_cold = True
+    constrained_types = constraint.sharding_types if constraint else None
     return TableInfo(
-        load=_load(options, config, stats, batch_size),
+        load=_load(options, config, stats, batch_size, constraint),
         not_hot_cold=not_hot_cold,
         no_hot_rows=_NO_REPLICAS if FORMS[form].sends_bags else no_hot_rows,
         no_form={name: reason for name, reason in reasons.items() if reason},
@@ -104,23 +106,33 @@ def _load(
     config: BaseEmbeddingConfig,
     stats: FrequencyStats | None,
     batch_size: int,
+    constraint: ParameterConstraints | None,
 ) -> TableLoad:
-    """Returns the lookups of a rank's batch in a table."""
+    """Returns the lookups of a rank's batch in a table, by the constraints as in TorchRec's
+    estimators; by statistics where there are any."""
     first, num_features = options[0], len(config.feature_names)
-    # without statistics: pooling factors of the constraints, 1 by default, for each feature
-    lookups_per_sample = sum(first.input_lengths) / max(1, len(first.input_lengths)) * num_features
+    sizes_F, poolings_F, lengths_F = (
+        _by_feature(given, num_features)
+        for given in (
+            (constraint and constraint.batch_sizes) or [batch_size],
+            (constraint and constraint.num_poolings) or [1.0],
+            first.input_lengths,
+        )
+    )
+    bags_F = [size * poolings for size, poolings in zip(sizes_F, poolings_F)]
+    lookups = sum(bags * length for bags, length in zip(bags_F, lengths_F))
     spectrum = None
     if stats is not None:
         spectrum = stats.table(config.name).spectrum
         if stats.num_samples:
-            lookups_per_sample = spectrum.num_lookups / stats.num_samples
+            lookups = batch_size * spectrum.num_lookups / stats.num_samples
     return TableLoad(
         module=options[0].path,
         name=config.name,
         num_embeddings=config.num_embeddings,
         dim=config.embedding_dim,
-        lookups=batch_size * lookups_per_sample,
-        bags=batch_size * num_features,
+        lookups=lookups,
+        bags=sum(bags_F),
         is_sequence=not isinstance(config, EmbeddingBagConfig),
         is_weighted=bool(first.is_weighted),
         num_features=num_features,
@@ -128,6 +140,12 @@ def _load(
         element_bytes=first.tensor.element_size(),
         optimizer_share=optimizer_multiplier(optimizer_class(first), first.tensor.shape),
     )
+
+
+def _by_feature(given: Sequence[float], num_features: int) -> Sequence[float]:
+    """Returns a number for each feature; their mean, where the numbers given are not one for
+    each."""
+    return given if len(given) == num_features else [fmean(given or [0.0])] * num_features
 
 
 def _why_not_hot_cold(
@@ -201,11 +219,12 @@ def _stock_types(
 ) -> tuple[str, ...]:
     """Returns the stock sharding types that the planner may choose.
 
-    Only if the user's constraints name types: column-wise sharding of a row-wise optimizer, which
-    has a state per column shard and so trains another model, and data-parallel sharding, which
-    needs an optimizer in the dense part. Only without other types: row-wise sharding that leaves a
-    rank without rows, because FBGEMM assumes that tables without rows are in GPU memory; and whole
-    tables of an output type of their own, of which TorchRec sends FP32 from ranks without them.
+    Only if the user's constraints name types, or leave no other one: column-wise sharding of a
+    row-wise optimizer, which has a state per column shard and so trains another model, and
+    data-parallel sharding, which needs an optimizer in the dense part. Only without other types:
+    row-wise sharding that leaves a rank without rows, because FBGEMM assumes that tables without
+    rows are in GPU memory; and whole tables of an output type of their own, of which TorchRec sends
+    FP32 from ranks without them.
     """
     offered = {option.sharding_type for option in options}
     found = [kind for kind in STOCK_TYPES if kind in offered]
@@ -221,7 +240,7 @@ def _stock_types(
     excluded = {ShardingType.DATA_PARALLEL.value}
     if optimizer is not None and "rowwise" in optimizer.__name__.lower():
         excluded.add(ShardingType.COLUMN_WISE.value)
-    return tuple(kind for kind in found if kind not in excluded)
+    return tuple(kind for kind in found if kind not in excluded) or tuple(found)
 
 
 def dense_bytes_of(model: nn.Module) -> int:
