@@ -44,9 +44,9 @@ def stock_kinds(model: nn.Module) -> Kinds:
 def test_a_mapping_leaves_other_tables_stock_where_that_trains_the_same() -> None:
     model = Model(sequence=True)
     found = kinds(HotColdEnumerator(topology(), 4, {"c": 2}, stats()).enumerate(model, SHARDERS))
-    of_ours = found.pop("a"), found.pop("b")
+    pooled = found.pop("a"), found.pop("b")
     same = {(kind, "fused", None) for kind in ("column_wise", "row_wise", "table_wise")}
-    assert of_ours == (same, same)  # neither data-parallel nor in columns of hosts
+    assert pooled == (same, same)  # neither data-parallel nor in columns of hosts
     assert found == {"c": {("row_wise", "fused", (0, 1))}, "s": stock_kinds(model)["s"]}
 
 
