@@ -75,6 +75,16 @@ def test_memory_beyond_what_is_kept_costs_extra() -> None:
     assert cost.ms(LocalWork(buffer_elements=kept + 1e6)) == pytest.approx(1.0)
 
 
+def test_noise_is_not_taken_for_page_faults() -> None:
+    """The only probe beyond the kept memory exceeds it by little, and takes a third longer."""
+    kept = (32 << 20) / 4
+    works = [LocalWork(buffer_elements=kept * share, rows=1e5) for share in (0.5, 0.8, 1.01)]
+    found = PhaseCost.fit(works, [10.0, 10.0, 13.0])
+    assert found.paged_element_ns == 4.0
+    assert 0.9 * 10.0 < found.ms(works[0]) < 1.2 * 10.0
+    assert found.ms(LocalWork(buffer_elements=10 * kept, rows=1e5)) < 400
+
+
 def test_measurements_that_are_none_are_refused() -> None:
     for works, ms in (([], []), (_works(2), [1.0]), (_works(1), [0.0])):
         with pytest.raises(PicassoError, match="expected one time above 0"):

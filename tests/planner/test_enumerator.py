@@ -45,8 +45,8 @@ def test_a_mapping_leaves_other_tables_stock_where_that_trains_the_same() -> Non
     model = Model(sequence=True)
     found = kinds(HotColdEnumerator(topology(), 4, {"c": 2}, stats()).enumerate(model, SHARDERS))
     pooled = found.pop("a"), found.pop("b")
-    same = {(kind, "fused", None) for kind in ("column_wise", "row_wise", "table_wise")}
-    assert pooled == (same, same)  # neither data-parallel nor in columns of hosts
+    same = {kind for kind in stock_kinds(model)["a"] if kind[0] != "data_parallel"}
+    assert pooled == (same, same)
     assert found == {"c": {("row_wise", "fused", (0, 1))}, "s": stock_kinds(model)["s"]}
 
 
@@ -253,6 +253,13 @@ def test_lookups_are_those_of_the_constraints() -> None:
     for one, other in zip(usual.tables, more.tables):
         assert (one.load.bags, one.load.lookups) == (4.0, 12.0)
         assert (other.load.bags, other.load.lookups) == (20.0, 60.0)
+    constraints = {name: ParameterConstraints(batch_sizes=[10]) for name in ROWS}
+    counted = HotColdEnumerator(topology(), 4, None, stats(), constraints=constraints)
+    usual = HotColdEnumerator(topology(), 4, None, stats())
+    for enumerator in (counted, usual):
+        enumerator.enumerate(Model(), [AbleSharder()])
+    for one, other in zip(usual.decision.tables, counted.decision.tables):
+        assert other.load.lookups == pytest.approx(2.5 * one.load.lookups)
 
 
 def test_other_cache_settings_are_kept() -> None:

@@ -78,6 +78,7 @@ def test_a_step_with_an_examination_does_not_count(
     policy, spans = timed
     examines = iter([False, False, True, False])
     monkeypatch.setattr(policy, "_examine", lambda *_: next(examines))
+    monkeypatch.setattr(policy, "_agree_on", lambda reason: reason)
     policy._proof = SimpleNamespace(equal_rows=())  # type: ignore[assignment]
     for _ in range(4):
         batch: Any = SimpleNamespace(is_whole=False, setting=Setting(2, lookahead=True))
@@ -85,3 +86,21 @@ def test_a_step_with_an_examination_does_not_count(
         policy.decide_whether_whole(batch, has_changed=False)
         policy.end_step(SETTINGS, 8)
     assert [span is not None for span in spans] == [False, True, False, True]
+
+
+def test_all_ranks_train_a_batch_whole_whose_equal_rows_are_not_counted(
+    timed: tuple[MicroBatchPolicy, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, _ = timed
+    monkeypatch.setattr(policy, "_examine", lambda *_: True)
+    for equal_rows, elsewhere, is_whole in (
+        ((), None, False),
+        ((["x", "samples"],), None, True),
+        ((), "rows are not counted", True),  # this rank's batch had no samples
+    ):
+        policy._proof = SimpleNamespace(equal_rows=equal_rows)  # type: ignore[assignment]
+        policy._is_next_whole = False
+        monkeypatch.setattr(policy, "_agree_on", lambda own, other=elsewhere: own or other)
+        batch: Any = SimpleNamespace(is_whole=False, setting=Setting(2, lookahead=True))
+        policy.decide_whether_whole(batch, has_changed=True)
+        assert batch.is_whole == is_whole

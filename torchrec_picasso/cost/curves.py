@@ -202,8 +202,9 @@ class CommCurves:
             ranks_per_host: Ranks per host; ``None`` = ``LOCAL_WORLD_SIZE``, or 1 if it is not set.
                 With ``None``, exchanges inside and across hosts are measured where rows may travel
                 by host (``form="node_rows"``).
-            budget_s: Maximum duration, seconds. Sizes that do not fit, except 4 and 16 KiB, are
-                left out; curves are extrapolated beyond the last size.
+            budget_s: Maximum duration, seconds, but for disturbed sizes, which are measured again
+                in a twentieth of it each. Sizes that do not fit, except 4 and 16 KiB, are left out;
+                curves are extrapolated beyond the last size.
             advance: Called with a label after each size of each collective, measured or left out.
 
         Raises:

@@ -27,6 +27,10 @@ PHASES = ("input_dist", "forward", "backward")
 # again in every step, with a page fault per 4 KiB (mallopt(3), DEFAULT_MMAP_THRESHOLD_MAX on 64
 # bits). Ranks that the command line starts keep all of it (``KEEPS_FREED_MEMORY``).
 _KEPT_BYTES = 32 << 20
+_MOST_PAGED_NS = 4.0
+"""Bound of a fitted cost of page faults, which took 1.6 ns an element (docs/dev/log.md,
+2026-11-28). Buffers of probes hardly exceed the kept memory where a slow network leaves them few
+samples: a fit of noise gave 37 ns, and 460 fields, whose buffers are many times that, got stock tables."""
 _ELEMENT_BYTES = 4
 
 _SCALES = (1.0, 1e-3, *[1e-6] * 9, 1.0)
@@ -103,11 +107,18 @@ class PhaseCost:
         times_M = np.asarray(ms, dtype=float)
         # divided by the times, so that the target is 1 and residuals are relative errors
         design_MX = np.array([work.terms() for work in works]) / times_M[:, None]
-        found_X = non_negative_least_squares(design_MX, np.ones(len(works)))
+        target_M = np.ones(len(works))
+        found_X = non_negative_least_squares(design_MX, target_M)
+        if found_X[_PAGED] > _MOST_PAGED_NS:
+            paged_M = _MOST_PAGED_NS * design_MX[:, _PAGED]
+            design_MX[:, _PAGED] = 0.0
+            found_X = non_negative_least_squares(design_MX, target_M - paged_M)
+            found_X[_PAGED] = _MOST_PAGED_NS
         return PhaseCost(**dict(zip(_TERMS, map(float, found_X))))
 
 
 _TERMS = tuple(term.name for term in fields(PhaseCost))
+_PAGED = _TERMS.index("paged_element_ns")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,6 +104,11 @@ class HotColdEnumerator(EmbeddingEnumerator):
                 placement = dataclasses.replace(placement, num_micro_batches=None)
             rows_W = decision.block_rows.get(index)
             return hot_options.hot_cold_options(options, placement, rows_W)
+        if isinstance(self._hot_rows, Mapping):
+            other = {"data_parallel", "column_wise"}.difference(kinds)
+            if "column_wise" in other:
+                other |= {"table_column_wise", "grid_shard"}
+            return [option for option in options if option.sharding_type not in other] or options
         decided = decision.stock_types[index]
         if self.only_decided and self._has_prices and decided is not None:
             kinds = (decided,)

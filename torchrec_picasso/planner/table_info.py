@@ -125,7 +125,7 @@ def _load(
     if stats is not None:
         spectrum = stats.table(config.name).spectrum
         if stats.num_samples:
-            lookups = batch_size * spectrum.num_lookups / stats.num_samples
+            lookups = fmean(sizes_F) * spectrum.num_lookups / stats.num_samples
     return TableLoad(
         module=options[0].path,
         name=config.name,
@@ -240,7 +240,7 @@ def _stock_types(
     excluded = {ShardingType.DATA_PARALLEL.value}
     if optimizer is not None and "rowwise" in optimizer.__name__.lower():
         excluded.add(ShardingType.COLUMN_WISE.value)
-    return tuple(kind for kind in found if kind not in excluded) or tuple(found)
+    return tuple(kind for kind in found if kind not in excluded or offered <= excluded)
 
 
 def dense_bytes_of(model: nn.Module) -> int:

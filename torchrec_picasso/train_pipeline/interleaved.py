@@ -211,7 +211,8 @@ class InterleavedTrainPipeline(TrainPipelineSparseDist[In, Out]):
 
     @property
     def setting(self) -> Setting | None:
-        """The setting that the autotuner chose, for a later run; ``None`` before."""
+        """The setting that the autotuner chose, for a later run; ``None`` before, and while batches
+        are whole for a reason."""
         return self._steps.setting
 
     def settle_on(self, setting: Setting) -> None:

@@ -158,8 +158,10 @@ class MicroBatchPolicy:
         inflight.is_whole |= self._is_next_whole
         has_examined = self._examine(inflight, has_changed)
         inflight.is_whole |= self._asked is None and self._proof is None
-        # rows that have to be equal were not counted yet; only ranks with samples know of any
-        inflight.is_whole |= has_examined and self._proof is not None
+        if has_examined and self._proof is not None:
+            # rows that have to be equal were not counted yet; only ranks with samples know of any
+            uncounted = "rows are not counted" if self.equal_rows else None
+            inflight.is_whole |= self._agree_on(uncounted) is not None
         self._is_next_whole = False
         is_cut = not inflight.is_whole or inflight.setting.num_micro_batches == 1
         self._counts = is_cut and not has_examined
