@@ -30,7 +30,7 @@ _KEPT_BYTES = 32 << 20
 _MOST_PAGED_NS = 4.0
 """Bound of a fitted cost of page faults, which took 1.6 ns an element (docs/dev/log.md,
 2026-11-28). Buffers of probes hardly exceed the kept memory where a slow network leaves them few
-samples: a fit of noise gave 37 ns, and 460 fields, whose buffers are many times that, got stock tables."""
+samples: a fit of noise gave 37 ns, and 460 fields, whose buffers are much larger, stock tables."""
 _ELEMENT_BYTES = 4
 
 _SCALES = (1.0, 1e-3, *[1e-6] * 9, 1.0)
