@@ -80,9 +80,9 @@ def test_noise_is_not_taken_for_page_faults() -> None:
     kept = (32 << 20) / 4
     works = [LocalWork(buffer_elements=kept * share, rows=1e5) for share in (0.5, 0.8, 1.01)]
     found = PhaseCost.fit(works, [10.0, 10.0, 13.0])
-    assert found.paged_element_ns == 4.0
+    assert found.paged_element_ns == 8.0
     assert 0.9 * 10.0 < found.ms(works[0]) < 1.2 * 10.0
-    assert found.ms(LocalWork(buffer_elements=10 * kept, rows=1e5)) < 400
+    assert found.ms(LocalWork(buffer_elements=10 * kept, rows=1e5)) < 650
 
 
 def test_measurements_that_are_none_are_refused() -> None:
@@ -242,10 +242,10 @@ def lose_messages(rank: int, world_size: int) -> list[tuple[CommCurves, int]]:
 
 def test_a_size_that_took_longer_than_others_let_expect_is_measured_again() -> None:
     for (clean, _), (lossy, left) in run_ranks(lose_messages, 2, timeout_s=TIMEOUT_S):
-        expected_ms = (LATENCY_S + (256 << 10) / 10e6) * 1e3
+        expected_ms, larger_ms = ((LATENCY_S + size / 10e6) * 1e3 for size in (256 << 10, 1 << 20))
         for name in COLLECTIVES:  # five calls are one point
             assert clean.collectives[name].ms_at(256 << 10) == pytest.approx(expected_ms)
-            assert lossy.collectives[name].ms_at(256 << 10) == pytest.approx(expected_ms + 200)
+            assert lossy.collectives[name].ms_at(256 << 10) == pytest.approx(larger_ms)
         assert left == 100 - (1 + 4) * 5
 
 

@@ -1,6 +1,7 @@
 """Tables that get hot/cold options, in which order, and what is refused; which options are kept,
 and replica memory counted as TorchRec counts the home's."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -41,13 +42,33 @@ def stock_kinds(model: nn.Module) -> Kinds:
     return kinds(EmbeddingEnumerator(topology(), 4).enumerate(model, SHARDERS))
 
 
-def test_a_mapping_leaves_other_tables_stock_where_that_trains_the_same() -> None:
+def test_a_mapping_leaves_other_tables_the_stock_types_that_have_a_price() -> None:
     model = Model(sequence=True)
     found = kinds(HotColdEnumerator(topology(), 4, {"c": 2}, stats()).enumerate(model, SHARDERS))
     pooled = found.pop("a"), found.pop("b")
-    same = {kind for kind in stock_kinds(model)["a"] if kind[0] != "data_parallel"}
+    priced = {"table_wise", "row_wise", "column_wise"}
+    same = {kind for kind in stock_kinds(model)["a"] if kind[0] in priced}
+    assert {kind[0] for kind in same} == priced
     assert pooled == (same, same)
     assert found == {"c": {("row_wise", "fused", (0, 1))}, "s": stock_kinds(model)["s"]}
+
+
+def test_a_mapping_keeps_row_wise_shards_without_rows_out() -> None:
+    space = HotColdEnumerator(topology(world_size=4), 4, {"b": 2}, stats())
+    found = kinds(space.enumerate(Model(), [AbleSharder()]))
+    assert "row_wise" in {kind[0] for kind in found["a"]}
+    # c has 5 rows: blocks of 2, 2, 1 and 0
+    assert {kind[0] for kind in found["c"]} == {"table_wise", "column_wise"}
+
+
+@pytest.mark.parametrize("hot_rows", [None, {"c": 2}])
+def test_named_types_without_a_price_stay(hot_rows: dict[str, int] | None) -> None:
+    named = ["table_wise", "table_column_wise"]
+    constraints = {"a": ParameterConstraints(sharding_types=named)}
+    enumerator = HotColdEnumerator(topology(), 4, hot_rows, stats(), constraints=constraints)
+    found = kinds(enumerator.enumerate(Model(), [AbleSharder()]))
+    assert {kind[0] for kind in found["a"]} == {*named}
+    assert "table_column_wise" not in {kind[0] for kind in found["b"]}
 
 
 def test_the_stored_space_is_a_copy_with_the_hot_rows() -> None:
@@ -209,6 +230,7 @@ def test_options_have_the_prices_of_the_cost_model() -> None:
         assert sum(each.perf.total for each in option.shards) == pytest.approx(2 * expected)
 
 
+@pytest.mark.parametrize("hot_rows", [None, {"c": 2}])
 @pytest.mark.parametrize(
     ("optimizer", "named", "offered"),
     [
@@ -218,17 +240,20 @@ def test_options_have_the_prices_of_the_cost_model() -> None:
     ],
 )
 def test_types_that_train_another_model_must_be_named(
-    optimizer: type, named: bool, offered: bool
+    optimizer: type, named: bool, offered: bool, hot_rows: dict[str, int] | None
 ) -> None:
     model = Model()
     apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
     types = ParameterConstraints(sharding_types=["column_wise", "table_wise"])
-    constraints = dict.fromkeys(ROWS, types) if named else None
-    enumerator = HotColdEnumerator(topology(), 4, None, stats(), constraints=constraints)
-    enumerator.enumerate(model, [AbleSharder()])
-    for table in enumerator.decision.tables:
-        assert ("column_wise" in table.stock_types) == offered
-        assert "data_parallel" not in table.stock_types
+    constraints = {"a": types} if named else None
+    enumerator = HotColdEnumerator(topology(), 4, hot_rows, stats(), constraints=constraints)
+    found = kinds(enumerator.enumerate(model, [AbleSharder()]))
+    by_name = {table.load.name: table.stock_types for table in enumerator.decision.tables}
+    assert ("column_wise" in by_name["a"]) == offered
+    assert ("column_wise" in by_name["b"]) == (optimizer is torch.optim.SGD)
+    assert not any("data_parallel" in types for types in by_name.values())
+    if hot_rows is not None:  # a mapping leaves a to be stock
+        assert ("column_wise" in {kind[0] for kind in found["a"]}) == offered
 
 
 def _decided(**constraint: Any) -> Decision:
@@ -253,13 +278,18 @@ def test_lookups_are_those_of_the_constraints() -> None:
     for one, other in zip(usual.tables, more.tables):
         assert (one.load.bags, one.load.lookups) == (4.0, 12.0)
         assert (other.load.bags, other.load.lookups) == (20.0, 60.0)
+
+
+def test_statistics_count_the_lookups_of_whole_samples() -> None:
+    """A sample of a batch with own batch sizes may share its lookups with others, so the number of
+    bags says nothing of lookups that were counted."""
+    counted = dataclasses.replace(stats(), num_samples=11)
     constraints = {name: ParameterConstraints(batch_sizes=[10]) for name in ROWS}
-    counted = HotColdEnumerator(topology(), 4, None, stats(), constraints=constraints)
-    usual = HotColdEnumerator(topology(), 4, None, stats())
-    for enumerator in (counted, usual):
-        enumerator.enumerate(Model(), [AbleSharder()])
-    for one, other in zip(usual.decision.tables, counted.decision.tables):
-        assert other.load.lookups == pytest.approx(2.5 * one.load.lookups)
+    enumerator = HotColdEnumerator(topology(), 4, None, counted, constraints=constraints)
+    enumerator.enumerate(Model(), [AbleSharder()])
+    loads = {table.load.name: table.load for table in enumerator.decision.tables}
+    assert loads["b"].lookups == pytest.approx(4 * 22 / 11)
+    assert loads["b"].bags == 10.0
 
 
 def test_other_cache_settings_are_kept() -> None:

@@ -110,12 +110,16 @@ class Curve:
         return self.ms[-1] + beyond * slope
 
     def find_disturbed(self) -> list[int]:
-        """Returns the indices of points whose time is clearly above that of the other points'
-        curve: a larger size took less, or the time does not grow with the bytes."""
+        """Returns the indices of points whose time is clearly above that of any larger size, or of
+        the other points' curve: it does not grow with the bytes."""
         points, found = [*zip(self.sent_bytes, self.ms)], []
         for index, (num_bytes, ms) in enumerate(points):
             others = points[:index] + points[index + 1 :]
-            if others and ms > _CLEARLY * Curve.fit(*zip(*others)).ms_at(num_bytes):
+            if not others:
+                continue
+            # not by the curve alone: of two disturbed neighbours each would justify the other
+            expected_ms = Curve.fit(*zip(*others)).ms_at(num_bytes)
+            if ms > _CLEARLY * min([expected_ms, *self.ms[index + 1 :]]):
                 found.append(index)
         return found
 
@@ -203,8 +207,8 @@ class CommCurves:
                 With ``None``, exchanges inside and across hosts are measured where rows may travel
                 by host (``form="node_rows"``).
             budget_s: Maximum duration, seconds, but for disturbed sizes, which are measured again
-                in a twentieth of it each. Sizes that do not fit, except 4 and 16 KiB, are left out;
-                curves are extrapolated beyond the last size.
+                in a twentieth of it each, if they fit. Sizes that do not fit, except 4 and 16 KiB,
+                are left out; curves are extrapolated beyond the last size.
             advance: Called with a label after each size of each collective, measured or left out.
 
         Raises:

@@ -130,16 +130,17 @@ class Measurement:
 
     def _again(self, name: str, curve: Curve, sizes: list[int]) -> Curve:
         """Measures disturbed sizes again, in a part of the remaining time, or each in a small part
-        of the budget, and takes the median: steps may have the longer time often, or seldom."""
+        of the budget, and takes the median: steps may have the longer time often, or seldom. No
+        more than a larger size took: a delay of one small size would be the price of every step."""
         ms, least_s = list(curve.ms), _LEAST_SHARE * self.budget_s / _MORE_TIMES
-        for index in curve.find_disturbed():
+        for index in reversed(curve.find_disturbed()):
             times = [ms[index]]
             for _ in range(_MORE_TIMES):
                 share_s = max(_SHARE * self._left_s(), least_s)
                 if ms[index] * _least_calls(name) / 1e3 <= share_s:
                     seconds = min(self.seconds_per_point, share_s)
                     times.append(self._point(name, sizes[index], seconds)[1])
-            ms[index] = median(times)
+            ms[index] = min([median(times), *ms[index + 1 :]])
         return Curve.fit(curve.sent_bytes, ms)
 
     def _core_ns_per_byte(self, row_exchange: Curve) -> float | None:

@@ -24,6 +24,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.local import DenseTimes
+from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.planner import hot_options
 from torchrec_picasso.planner.choice import TableInfo
@@ -98,20 +99,17 @@ class HotColdEnumerator(EmbeddingEnumerator):
         self, decision: Decision, index: int, options: list[ShardingOption]
     ) -> list[ShardingOption]:
         """Keeps a table's options that the decision allows, hot/cold ones in its placement."""
-        placement, kinds = decision.placements[index], decision.tables[index].stock_types
+        placement = decision.placements[index]
         if placement is not None:
             if not self._has_prices:
                 placement = dataclasses.replace(placement, num_micro_batches=None)
             rows_W = decision.block_rows.get(index)
             return hot_options.hot_cold_options(options, placement, rows_W)
-        if isinstance(self._hot_rows, Mapping):
-            other = {"data_parallel", "column_wise"}.difference(kinds)
-            if "column_wise" in other:
-                other |= {"table_column_wise", "grid_shard"}
-            return [option for option in options if option.sharding_type not in other] or options
-        decided = decision.stock_types[index]
+        decided, kinds = decision.stock_types[index], {*decision.tables[index].stock_types}
         if self.only_decided and self._has_prices and decided is not None:
-            kinds = (decided,)
+            kinds = {decided}
+        elif (constraint := (self._constraints or {}).get(options[0].name)) is not None:
+            kinds |= {*(constraint.sharding_types or ())}.difference(STOCK_TYPES)  # no price
         # without types that train another model
         return [option for option in options if option.sharding_type in kinds] or options
 

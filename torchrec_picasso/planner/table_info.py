@@ -109,7 +109,7 @@ def _load(
     constraint: ParameterConstraints | None,
 ) -> TableLoad:
     """Returns the lookups of a rank's batch in a table, by the constraints as in TorchRec's
-    estimators; by statistics where there are any."""
+    estimators; by statistics where there are any, which count those of whole samples."""
     first, num_features = options[0], len(config.feature_names)
     sizes_F, poolings_F, lengths_F = (
         _by_feature(given, num_features)
@@ -125,7 +125,7 @@ def _load(
     if stats is not None:
         spectrum = stats.table(config.name).spectrum
         if stats.num_samples:
-            lookups = fmean(sizes_F) * spectrum.num_lookups / stats.num_samples
+            lookups = batch_size * spectrum.num_lookups / stats.num_samples
     return TableLoad(
         module=options[0].path,
         name=config.name,

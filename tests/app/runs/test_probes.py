@@ -322,8 +322,8 @@ def test_costs_of_both_sides_are_those_of_the_slowest_host() -> None:
 
 
 def _step_costs_in(rank: int, world_size: int) -> tuple[list[tuple[float, float]], list[str]]:
-    """Costs of a step once, stock's and ours, where it is measured, long, and takes no time; and
-    messages of the log."""
+    """Costs of a step once, stock's and ours, where it is measured, long, shorter with hot/cold
+    tables, and takes no time; and messages of the log."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore
@@ -336,8 +336,8 @@ def _step_costs_in(rank: int, world_size: int) -> tuple[list[tuple[float, float]
     curves = CommCurves.assumed(2, gbytes_per_s=1.0)
     dense = DenseTimes(forward_ms=100.0, backward_ms=200.0, batch_size=step_probe._BATCH_SIZE)
     turns_ms = [1e3, 0.0, 5e3] if rank else [0.0, 1e3, 0.0]  # in the median 1,000, by the slowest
-    for stock_ms in (turns_ms, [0.0]):
-        steps._turns_ms = {"stock": stock_ms, "rows": [2 * ms for ms in stock_ms]}
+    for stock_ms, factor in ((turns_ms, 2.0), (turns_ms, 0.5), ([0.0], 2.0)):
+        steps._turns_ms = {"stock": stock_ms, "rows": [factor * ms for ms in stock_ms]}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step_probe, "measure_dense", lambda *_: dense)
             locals_.append(steps.add_costs(curves).local)
@@ -348,10 +348,11 @@ def _step_costs_in(rank: int, world_size: int) -> tuple[list[tuple[float, float]
 def test_what_a_step_costs_once_is_its_time_less_its_price() -> None:
     first, second = run_ranks(_step_costs_in, 2, timeout_s=120)
     assert first == second
-    (real_ms, (stock_ms, rows_ms), from_nothing_ms), logged = first
+    (real_ms, (stock_ms, rows_ms), shorter_ms, from_nothing_ms), logged = first
     assert min(real_ms) > 0
     assert 650.0 < stock_ms < 700.0  # a dense part of 300 ms, and the tables' work
     assert 1650.0 < rows_ms < 1700.0
+    assert shorter_ms == (stock_ms, stock_ms)  # hot/cold tables take more operators
     assert from_nothing_ms == (0.0, 0.0)
     assert not logged  # a plan without effect would be of a small model that the user does not have
 

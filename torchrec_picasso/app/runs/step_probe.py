@@ -98,7 +98,8 @@ class StepProbe:
 
     def add_costs(self, curves: CommCurves) -> CommCurves:
         """Adds the costs per step to curves with measured local costs: the median over turns of the
-        slowest rank, less the predicted step."""
+        slowest rank, less the predicted step. Hot/cold tables, which take more operators, get those
+        of stock ones at least: less is a disturbed measurement."""
         planner = hot_cold_planner(
             Topology(world_size=dist.get_world_size(), compute_device=self._device.type),
             curves=replace(curves, dense=measure_dense(self._config, self._device)),
@@ -119,7 +120,7 @@ class StepProbe:
             for side, turns_ms in zip(self._turns_ms, slowest.tolist())
         }
         stock = replace(curves.local.stock, step_ms=own_ms["stock"])
-        hot_cold = replace(curves.local.hot_cold, step_ms=own_ms["rows"])
+        hot_cold = replace(curves.local.hot_cold, step_ms=max(own_ms.values()))
         return replace(curves, local=replace(curves.local, stock=stock, hot_cold=hot_cold))
 
 
