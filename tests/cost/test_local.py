@@ -2,9 +2,10 @@
 budget of a measurement: kept on slow links, and by all ranks alike."""
 
 import dataclasses
+import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -217,27 +218,27 @@ def test_a_size_that_takes_longer_than_foreseen_is_the_last() -> None:
 class LossyLink(SlowLink):
     """Some of the first calls of each collective lose a message of a size, until a timeout."""
 
-    def __init__(self, num_lost: int, lost_bytes: int = 256 << 10, lost_s: float = 0.2) -> None:
+    def __init__(self, num_lost: int, lost_s: Mapping[int, float]) -> None:
         super().__init__(10e6)
-        self.num_lost = dict.fromkeys(COLLECTIVES, num_lost)
-        self._lost_bytes, self._lost_s = lost_bytes, lost_s
+        self.num_lost = dict.fromkeys(itertools.product(COLLECTIVES, lost_s), num_lost)
+        self._lost_s = lost_s
 
     def call(self, name: str, pg: Any, numel: int, device: Any) -> tuple[int, Callable[[], None]]:
         num_bytes, wait = super().call(name, pg, numel, device)
 
         def lose() -> None:
             wait()
-            if num_bytes == self._lost_bytes and self.num_lost[name]:
-                self.num_lost[name] -= 1
-                self.now_s += self._lost_s
+            if self.num_lost.get((name, num_bytes)):
+                self.num_lost[name, num_bytes] -= 1
+                self.now_s += self._lost_s[num_bytes]
 
         return num_bytes, lose
 
 
 def lose_messages(rank: int, world_size: int) -> list[tuple[CommCurves, int]]:
-    links = [LossyLink(num_lost) for num_lost in (5, 100)]
+    links = [LossyLink(num_lost, {256 << 10: 0.2}) for num_lost in (5, 100)]
     curves = [measured_on_link(world_size, 1, 3000.0, link)[0] for link in links]
-    return [(each, link.num_lost["all_to_all"]) for each, link in zip(curves, links)]
+    return [(each, link.num_lost["all_to_all", 256 << 10]) for each, link in zip(curves, links)]
 
 
 def test_a_size_that_took_longer_than_others_let_expect_is_measured_again() -> None:
@@ -250,7 +251,7 @@ def test_a_size_that_took_longer_than_others_let_expect_is_measured_again() -> N
 
 
 def disturb_a_small_size(rank: int, world_size: int) -> CommCurves:
-    link = LossyLink(20, lost_bytes=4 << 10, lost_s=2e-3)
+    link = LossyLink(20, {4 << 10: 2e-3})
     return measured_on_link(world_size, 1, 5.0, link)[0]
 
 
@@ -259,6 +260,19 @@ def test_a_small_size_is_measured_again_though_no_time_is_left() -> None:
         for name in COLLECTIVES:
             expected_ms = (LATENCY_S + (4 << 10) / 10e6) * 1e3
             assert curves.collectives[name].ms_at(4 << 10) == pytest.approx(expected_ms)
+
+
+def disturb_neighbours(rank: int, world_size: int) -> CommCurves:
+    link = LossyLink(5, {64 << 10: 0.04, 256 << 10: 0.2})
+    return measured_on_link(world_size, 1, 3000.0, link)[0]
+
+
+def test_a_size_that_a_larger_disturbed_one_justified_is_measured_again() -> None:
+    for curves in run_ranks(disturb_neighbours, 2, timeout_s=TIMEOUT_S):
+        for name in COLLECTIVES:
+            for num_bytes in (64 << 10, 256 << 10):
+                expected_ms = (LATENCY_S + num_bytes / 10e6) * 1e3
+                assert curves.collectives[name].ms_at(num_bytes) == pytest.approx(expected_ms)
 
 
 def oversleep(rank: int, world_size: int) -> CommCurves:

@@ -62,13 +62,31 @@ def test_a_mapping_keeps_row_wise_shards_without_rows_out() -> None:
 
 
 @pytest.mark.parametrize("hot_rows", [None, {"c": 2}])
-def test_named_types_without_a_price_stay(hot_rows: dict[str, int] | None) -> None:
-    named = ["table_wise", "table_column_wise"]
-    constraints = {"a": ParameterConstraints(sharding_types=named)}
+def test_types_without_a_price_are_taken_only_if_no_other_is_named(
+    hot_rows: dict[str, int] | None,
+) -> None:
+    constraints = {
+        "a": ParameterConstraints(sharding_types=["table_wise", "table_column_wise"]),
+        "b": ParameterConstraints(sharding_types=["table_column_wise"]),
+    }
     enumerator = HotColdEnumerator(topology(), 4, hot_rows, stats(), constraints=constraints)
     found = kinds(enumerator.enumerate(Model(), [AbleSharder()]))
-    assert {kind[0] for kind in found["a"]} == {*named}
-    assert "table_column_wise" not in {kind[0] for kind in found["b"]}
+    assert {kind[0] for kind in found["a"]} == {"table_wise"}
+    assert {kind[0] for kind in found["b"]} == {"table_column_wise"}
+
+
+@pytest.mark.parametrize("requested", [True, False])
+def test_a_table_that_no_stock_type_suits_keeps_what_constraints_say(requested: bool) -> None:
+    """The mapping leaves out a table of a requested placement, or of an optimizer that FBGEMM
+    lacks on the CPU."""
+    model = Model()
+    constraints = {"a": ParameterConstraints(cache_params=HotColdParams())}
+    if not requested:
+        constraints = {}
+        apply_optimizer_in_backward(torch.optim.Adam, model.parameters(), {"lr": 0.1})
+    enumerator = HotColdEnumerator(topology(), 4, {"c": 2}, stats(), constraints=constraints)
+    found = enumerator.enumerate(model, [AbleSharder()])
+    assert kinds(found)["a"] == {("row_wise", "fused", () if requested else None)}
 
 
 def test_the_stored_space_is_a_copy_with_the_hot_rows() -> None:

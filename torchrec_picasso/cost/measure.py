@@ -7,7 +7,7 @@ the budget; if it takes longer, the collectives that are left go without it, and
 training step: gloo's all-to-all then takes up to twice as long. Where messages of all pairs lose
 packets, TCP waits 200 ms before it sends them again; the median of a few repetitions may be such a
 time, which steps seldom have, so a size that took clearly longer than the others let expect is
-measured again.
+measured again, and counts no more than a larger one.
 """
 
 from __future__ import annotations
@@ -129,11 +129,15 @@ class Measurement:
         return {name: self._again(name, curve, sizes) for name, curve in curves.items()}
 
     def _again(self, name: str, curve: Curve, sizes: list[int]) -> Curve:
-        """Measures disturbed sizes again, in a part of the remaining time, or each in a small part
-        of the budget, and takes the median: steps may have the longer time often, or seldom. No
-        more than a larger size took: a delay of one small size would be the price of every step."""
-        ms, least_s = list(curve.ms), _LEAST_SHARE * self.budget_s / _MORE_TIMES
-        for index in reversed(curve.find_disturbed()):
+        """Measures disturbed sizes again, the largest first, in a part of the remaining time, or
+        each in a small part of the budget, and takes the median: steps may have the longer time
+        often, or seldom. No more than a larger size took: a delay of one small size would be the
+        price of every step."""
+        least_s = _LEAST_SHARE * self.budget_s / _MORE_TIMES
+        for index in reversed(range(len(curve.ms))):
+            if index not in curve.find_disturbed():
+                continue
+            ms = list(curve.ms)
             times = [ms[index]]
             for _ in range(_MORE_TIMES):
                 share_s = max(_SHARE * self._left_s(), least_s)
@@ -141,7 +145,8 @@ class Measurement:
                     seconds = min(self.seconds_per_point, share_s)
                     times.append(self._point(name, sizes[index], seconds)[1])
             ms[index] = min([median(times), *ms[index + 1 :]])
-        return Curve.fit(curve.sent_bytes, ms)
+            curve = Curve.fit(curve.sent_bytes, ms)
+        return curve
 
     def _core_ns_per_byte(self, row_exchange: Curve) -> float | None:
         """Measures the CPU time per byte of a row exchange, nanoseconds, on the busiest rank, with

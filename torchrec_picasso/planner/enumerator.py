@@ -20,11 +20,10 @@ from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import ShardingOption, Topology
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_picasso.cost import CommCurves
 from torchrec_picasso.cost.local import DenseTimes
-from torchrec_picasso.cost.stock import STOCK_TYPES
 from torchrec_picasso.frequency import FrequencyStats
 from torchrec_picasso.planner import hot_options
 from torchrec_picasso.planner.choice import TableInfo
@@ -76,9 +75,9 @@ class HotColdEnumerator(EmbeddingEnumerator):
     ) -> list[ShardingOption]:
         """Lists the options of all tables, in the same order in every process.
 
-        A hot/cold table has only hot/cold options, another table TorchRec's; if ``only_decided``,
-        each table has one option. Raises PlanError if requested hot rows cannot be placed, with the
-        reason.
+        A hot/cold table has only hot/cold options, another table those of its allowed stock types;
+        if ``only_decided``, each table has one option. Raises PlanError if requested hot rows
+        cannot be placed, with the reason.
         """
         self.decision = None
         options_by_path = self._list_options(module, sharders)
@@ -105,12 +104,12 @@ class HotColdEnumerator(EmbeddingEnumerator):
                 placement = dataclasses.replace(placement, num_micro_batches=None)
             rows_W = decision.block_rows.get(index)
             return hot_options.hot_cold_options(options, placement, rows_W)
-        decided, kinds = decision.stock_types[index], {*decision.tables[index].stock_types}
+        decided, kinds = decision.stock_types[index], decision.tables[index].stock_types
         if self.only_decided and self._has_prices and decided is not None:
-            kinds = {decided}
-        elif (constraint := (self._constraints or {}).get(options[0].name)) is not None:
-            kinds |= {*(constraint.sharding_types or ())}.difference(STOCK_TYPES)  # no price
-        # without types that train another model
+            kinds = (decided,)
+        # a table that no stock type suits, left out of the mapping, is as its constraints say
+        kinds = kinds or (ShardingType.ROW_WISE.value,)
+        # others have no price, or train another model; constraints may leave no type but those
         return [option for option in options if option.sharding_type in kinds] or options
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:

@@ -109,7 +109,7 @@ def _load(
     constraint: ParameterConstraints | None,
 ) -> TableLoad:
     """Returns the lookups of a rank's batch in a table, by the constraints as in TorchRec's
-    estimators; by statistics where there are any, which count those of whole samples."""
+    estimators; by statistics per sample where there are any."""
     first, num_features = options[0], len(config.feature_names)
     sizes_F, poolings_F, lengths_F = (
         _by_feature(given, num_features)
