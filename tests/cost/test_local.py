@@ -216,7 +216,7 @@ def test_a_size_that_takes_longer_than_foreseen_is_the_last() -> None:
 
 
 class LossyLink(SlowLink):
-    """Some of the first calls of each collective lose a message of a size, until a timeout."""
+    """Some of the first calls of each collective lose a message of some sizes, until a timeout."""
 
     def __init__(self, num_lost: int, lost_s: Mapping[int, float]) -> None:
         super().__init__(10e6)

@@ -109,19 +109,13 @@ class Curve:
             slope = self.ms[-1] / self.sent_bytes[-1]
         return self.ms[-1] + beyond * slope
 
-    def find_disturbed(self) -> list[int]:
-        """Returns the indices of points whose time is clearly above that of any larger size, or of
-        the other points' curve: it does not grow with the bytes."""
-        points, found = [*zip(self.sent_bytes, self.ms)], []
-        for index, (num_bytes, ms) in enumerate(points):
-            others = points[:index] + points[index + 1 :]
-            if not others:
-                continue
-            # not by the curve alone: of two disturbed neighbours each would justify the other
-            expected_ms = Curve.fit(*zip(*others)).ms_at(num_bytes)
-            if ms > _CLEARLY * min([expected_ms, *self.ms[index + 1 :]]):
-                found.append(index)
-        return found
+    def is_disturbed(self, index: int) -> bool:
+        """Whether a point's time is clearly above that of a larger size, or above the other points'
+        curve. Not by the curve alone: of two disturbed neighbours each would justify the other."""
+        points = [*zip(self.sent_bytes, self.ms)]
+        num_bytes, ms = points.pop(index)
+        expected_ms = Curve.fit(*zip(*points)).ms_at(num_bytes) if points else ms
+        return ms > _CLEARLY * min(expected_ms, *self.ms[index:])
 
 
 @dataclass(frozen=True, kw_only=True)

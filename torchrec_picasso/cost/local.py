@@ -28,10 +28,10 @@ PHASES = ("input_dist", "forward", "backward")
 # bits). Ranks that the command line starts keep all of it (``KEEPS_FREED_MEMORY``).
 _KEPT_BYTES = 32 << 20
 _MOST_PAGED_NS = 8.0
-"""Bound of a fitted cost of page faults: one took 1.6 ns an element (docs/dev/log.md, 2026-11-28),
-and a phase touches several fresh buffers of the elements it counts. Buffers of probes hardly exceed
-the kept memory where a slow network leaves them few samples: a fit of noise gave 37 ns, and 460
-fields, whose buffers are much larger, stock tables."""
+"""Bound of a fitted cost of page faults: a fresh buffer takes 1.6 ns an element (docs/dev/log.md,
+2026-11-28), and a phase touches several for each element it counts. Buffers of probes hardly exceed
+the kept memory where a slow network leaves them few samples: a fit of noise gave 37 ns, so 460
+fields, whose buffers are much larger, got stock tables."""
 _ELEMENT_BYTES = 4
 
 _SCALES = (1.0, 1e-3, *[1e-6] * 9, 1.0)

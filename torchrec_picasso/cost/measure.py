@@ -7,7 +7,7 @@ the budget; if it takes longer, the collectives that are left go without it, and
 training step: gloo's all-to-all then takes up to twice as long. Where messages of all pairs lose
 packets, TCP waits 200 ms before it sends them again; the median of a few repetitions may be such a
 time, which steps seldom have, so a size that took clearly longer than the others let expect is
-measured again, and counts no more than a larger one.
+measured again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WARMUPS, _MIN_REPEATS, _MAX_REPEATS = 2, 3, 40
 _MORE_TIMES = 4  # that a disturbed size is measured
 _SHARE = 1 / 3
 _LEAST_SHARE = 1 / 20
-"""Of the budget, for the CPU time per byte: where a machine is disturbed, nothing may be left."""
+"""Of the budget, for the CPU time per byte and for each disturbed size, if no more is left."""
 _LATE_S, _LATE_SHARE = 1e-3, 0.1
 """Delay of the late rank: least seconds, and share of a call's time. In a step ranks are some ms
 apart and gloo's all-to-all carries one direction at a time; 1 ms apart, 8 MB took 72 or 140 ms."""
@@ -131,11 +131,11 @@ class Measurement:
     def _again(self, name: str, curve: Curve, sizes: list[int]) -> Curve:
         """Measures disturbed sizes again, the largest first, in a part of the remaining time, or
         each in a small part of the budget, and takes the median: steps may have the longer time
-        often, or seldom. No more than a larger size took: a delay of one small size would be the
-        price of every step."""
+        often, or seldom. It is cut to a larger size's time: each step would pay for a small one's
+        delay."""
         least_s = _LEAST_SHARE * self.budget_s / _MORE_TIMES
         for index in reversed(range(len(curve.ms))):
-            if index not in curve.find_disturbed():
+            if not curve.is_disturbed(index):
                 continue
             ms = list(curve.ms)
             times = [ms[index]]

@@ -48,7 +48,7 @@ _SIMPLER_MARGIN, _ONCE_MARGIN = 0.03, 0.05
 """A hot/cold plan is chosen only if its predicted step is shorter than stock's by these shares of
 the step and of what any step with hot/cold tables costs once. The latter decides small steps: by
 the curves of seven sweeps no chosen plan was below 0.98 of stock with a share of 0.05, and one in
-each of two sweeps with 0; nor was one of 60 in a sweep with today's prices (docs/dev/log.md,
+each of two sweeps with 0; none of 60 was in a sweep with today's prices (docs/dev/log.md,
 2026-11-28, 2026-11-29)."""
 _TYPE_MARGIN = 0.05
 """Stock tables have the same sharding type unless this share of the step is gained without it: by

@@ -75,9 +75,9 @@ class HotColdEnumerator(EmbeddingEnumerator):
     ) -> list[ShardingOption]:
         """Lists the options of all tables, in the same order in every process.
 
-        A hot/cold table has only hot/cold options, another table those of its allowed stock types;
-        if ``only_decided``, each table has one option. Raises PlanError if requested hot rows
-        cannot be placed, with the reason.
+        A hot/cold table has only hot/cold options, another one those of its allowed stock types, or
+        all without any; if ``only_decided``, each table has one option. Raises PlanError if
+        requested hot rows cannot be placed, with the reason.
         """
         self.decision = None
         options_by_path = self._list_options(module, sharders)
@@ -107,9 +107,9 @@ class HotColdEnumerator(EmbeddingEnumerator):
         decided, kinds = decision.stock_types[index], decision.tables[index].stock_types
         if self.only_decided and self._has_prices and decided is not None:
             kinds = (decided,)
-        # a table that no stock type suits, left out of the mapping, is as its constraints say
+        # none: a mapping leaves out a table that only hot/cold suits, or no named type has a price
         kinds = kinds or (ShardingType.ROW_WISE.value,)
-        # others have no price, or train another model; constraints may leave no type but those
+        # other types have no price, or train another model
         return [option for option in options if option.sharding_type in kinds] or options
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:

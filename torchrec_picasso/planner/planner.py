@@ -64,7 +64,7 @@ def hot_cold_planner(
         hot_rows: ``None``: the cost model chooses hot/cold or stock for each table, and the number
             of hot rows, possibly 0. A number: a total over all tables, for the most frequent rows;
             ``0`` is the packed unique exchange without replicas. A mapping ``{table: rows}``: these
-            tables are hot/cold with these numbers of hot rows, the others stock.
+            tables are hot/cold with these numbers of hot rows, others stock if they can.
             With either, rows go by host only if ``constraints`` ask for it.
         curves: Measured costs, see :class:`torchrec_picasso.CommCurves`; ``None`` = the bandwidths
             of ``topology``, if the cost model chooses.

@@ -108,8 +108,8 @@ def _load(
     batch_size: int,
     constraint: ParameterConstraints | None,
 ) -> TableLoad:
-    """Returns the lookups of a rank's batch in a table, by the constraints as in TorchRec's
-    estimators; by statistics per sample where there are any."""
+    """Returns a table's load of a rank's batch, by the constraints as in TorchRec's estimators;
+    lookups by statistics per sample where there are any."""
     first, num_features = options[0], len(config.feature_names)
     sizes_F, poolings_F, lengths_F = (
         _by_feature(given, num_features)

@@ -98,8 +98,8 @@ class StepProbe:
 
     def add_costs(self, curves: CommCurves) -> CommCurves:
         """Adds the costs per step to curves with measured local costs: the median over turns of the
-        slowest rank, less the predicted step. Hot/cold tables, which take more operators, get those
-        of stock ones at least: less is a disturbed measurement."""
+        slowest rank, less the predicted step. Hot/cold tables get at least stock's: on the CPU
+        they take more operators, so less is noise."""
         planner = hot_cold_planner(
             Topology(world_size=dist.get_world_size(), compute_device=self._device.type),
             curves=replace(curves, dense=measure_dense(self._config, self._device)),
